@@ -1,0 +1,62 @@
+# Everything a person types here. Each target makes the venv it needs.
+
+PYTHON ?= python3
+VENV := .venv
+PADDLES := 2.6.2 3.0.0 3.1.1 3.2.2 3.3.1
+# Paddle 2.6 was built against numpy 1.
+NUMPY_2.6.2 := numpy<2
+
+.PHONY: help demo test lint types dist docs docs-serve check test-versions clean
+
+help:
+	@echo "demo           install paramproxy with CPU Paddle, run the doctor"
+	@echo "test           install the test extras, run the whole suite"
+	@echo "test-versions  the suite on Paddle $(PADDLES), a venv for each"
+	@echo "lint types     ruff; mypy, strict"
+	@echo "dist docs      build sdist and wheel; build the docs into site/"
+	@echo "check          all of the above but test-versions"
+
+demo: $(VENV)/cpu.stamp
+	$(VENV)/bin/python -m paramproxy
+
+test: $(VENV)/test.stamp
+	$(VENV)/bin/python -m pytest
+
+lint: $(VENV)/lint.stamp
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/test.stamp $(VENV)/lint.stamp
+	$(VENV)/bin/mypy
+
+dist: $(VENV)/dist.stamp
+	rm -rf dist
+	$(VENV)/bin/python -m build --outdir dist .
+
+docs: $(VENV)/docs.stamp
+	$(VENV)/bin/mkdocs build --strict
+
+docs-serve: $(VENV)/docs.stamp
+	$(VENV)/bin/mkdocs serve
+
+check: lint types test dist docs
+
+$(VENV)/%.stamp: pyproject.toml | $(VENV)/bin/python
+	$(VENV)/bin/python -m pip install --quiet --editable '.[cpu,$*]'
+	touch $@
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+test-versions: $(PADDLES:%=test-paddle-%)
+
+test-paddle-%: .venvs/%/test.stamp
+	.venvs/$*/bin/python -m pytest -q
+
+.venvs/%/test.stamp: pyproject.toml
+	$(PYTHON) -m venv .venvs/$*
+	.venvs/$*/bin/python -m pip install --quiet --editable '.[test]' 'paddlepaddle==$*' '$(or $(NUMPY_$*),numpy)'
+	touch $@
+
+clean:
+	rm -rf $(VENV) .venvs dist site .mypy_cache .pytest_cache .ruff_cache

@@ -1,0 +1,154 @@
+"""What a replay must find as the first run did: random streams, AMP, grad mode.
+
+Captured in one place and restored in one place, on every path out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+import numpy as np
+import paddle
+
+from paramproxy._compat import (
+    amp_module,
+    core,
+    custom_state_manager,
+    get_rng_state_tracker,
+    tracer,
+)
+
+
+__all__ = ["Ambient", "final_hooks_kept"]
+
+
+@attrs.frozen
+class RandomState:
+    """Every random stream that Paddle's recompute promises to replay.
+
+    Attributes:
+        paddle: The generators of the current device.
+        tracker: The named states of the hybrid-parallel tracker.
+        numpy: numpy's global generator.
+        python: The `random` module's.
+        custom: What the function registered with Paddle's own
+            `custom_state_manager` returned, or None.
+    """
+
+    paddle: Any
+    tracker: Any
+    numpy: Any
+    python: Any
+    custom: Any
+
+    @classmethod
+    def capture(cls) -> RandomState:
+        manager = custom_state_manager()
+        get_custom = getattr(manager, "custom_get_state_func", None)
+        return cls(
+            paddle=paddle.get_rng_state(),
+            tracker=get_rng_state_tracker().get_states_tracker(),
+            numpy=np.random.get_state(legacy=False),
+            python=random.getstate(),
+            custom=None if get_custom is None else get_custom(),
+        )
+
+    def restore(self) -> None:
+        """Put every stream back, the rest of them also when one refuses."""
+        with contextlib.ExitStack() as stack:
+            if self.custom is not None:
+                stack.callback(custom_state_manager().custom_set_state_func, self.custom)
+            stack.callback(random.setstate, self.python)
+            stack.callback(np.random.set_state, self.numpy)
+            stack.callback(get_rng_state_tracker().set_states_tracker, self.tracker)
+            stack.callback(paddle.set_rng_state, self.paddle)
+
+
+@attrs.frozen
+class AmpState:
+    """The autocast state: the fields that C++ reads and the one that Python does.
+
+    `paddle.amp.auto_cast` is not used to restore it. Outside AMP even
+    `auto_cast(enable=False)` makes `paddle.amp.amp_state()` truthy, and
+    PaddleNLP's T5 then casts in the replay only; inside, it knows no way to
+    take over lists as they are.
+    """
+
+    level: Any
+    dtype: Any
+    use_promote: Any
+    lists: Any
+    python: Any
+
+    @classmethod
+    def capture(cls) -> AmpState:
+        now = tracer()
+        level = now._amp_level
+        # Nobody reads the lists at level O0, and fetching them is slow.
+        lists = None if level == core.AmpLevel.O0 else now._get_amp_op_list()
+        python = amp_module._g_amp_state_
+        return cls(level, now._amp_dtype, now._use_promote, lists, python)
+
+    def restore(self) -> None:
+        now = tracer()
+        now._amp_level = self.level
+        now._amp_dtype = self.dtype
+        now._use_promote = self.use_promote
+        if self.lists is not None:
+            now._set_amp_op_list(*self.lists)
+        amp_module._g_amp_state_ = self.python
+
+
+@attrs.frozen
+class Ambient:
+    """The ambient state of a region's first run.
+
+    Attributes:
+        amp: The autocast state.
+        random: The random streams, or None with `preserve_rng_state=False`.
+    """
+
+    amp: AmpState
+    random: RandomState | None
+
+    @classmethod
+    def capture(cls, preserve_rng_state: bool) -> Ambient:
+        return cls(AmpState.capture(), RandomState.capture() if preserve_rng_state else None)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """Gradients on, and everything as it was; afterwards as it is now."""
+        now = Ambient.capture(self.random is not None)
+        with contextlib.ExitStack() as stack:
+            stack.callback(now._put_back)
+            self._put_back()
+            stack.enter_context(paddle.set_grad_enabled(True))
+            yield
+
+    def _put_back(self) -> None:
+        try:
+            self.amp.restore()
+        finally:
+            if self.random is not None:
+                self.random.restore()
+
+
+@contextlib.contextmanager
+def final_hooks_kept() -> Iterator[None]:
+    """Re-arm AMP's master-grad hook, which every backward runs and forgets.
+
+    The backward inside a backward is one too: `RunBackward` in Paddle's
+    backward.cc ends by running and clearing the final hooks, so gradients that
+    come after the first region would stay in low precision.
+    """
+    state = getattr(amp_module, "amp_global_state", dict)()
+    armed = getattr(state, "already_register_final_backward_hook", False)
+    yield
+    if armed and not state.already_register_final_backward_hook:
+        python = amp_module._g_amp_state_
+        with paddle.amp.auto_cast(enable=False):
+            amp_module._g_amp_state_ = python

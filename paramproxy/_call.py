@@ -1,0 +1,110 @@
+"""A function's arguments and its result as flat leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+
+from paramproxy._compat import Tensor
+from paramproxy._tree import flatten, unflatten
+from paramproxy._view import ParamView, is_retired, unwrap
+
+
+__all__ = ["Call", "Metadata", "Result"]
+
+Metadata = list[tuple[int, tuple[int, ...], Any]]
+
+
+@attrs.define(eq=False)
+class Call:
+    """Arguments, flattened, with every view replaced by its parameter.
+
+    Attributes:
+        args: The positional arguments to call the function with.
+        kwargs: The keyword arguments.
+        leaves: Both, flat.
+        spec: Their shape.
+        tensors: The tensors among them, each once.
+        places: For each tensor, its positions in `leaves`.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+    spec: Any
+    tensors: list[Any] = attrs.field(factory=list)
+    places: list[list[int]] = attrs.field(factory=list)
+
+    @classmethod
+    def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        leaves, spec = flatten((args, kwargs))
+        replaced = False
+        for position, leaf in enumerate(leaves):
+            if issubclass(type(leaf), ParamView) or is_retired(leaf):
+                leaves[position] = unwrap(leaf)
+                replaced = True
+        if replaced:
+            args, kwargs = unflatten(spec, leaves)
+        call = cls(args, kwargs, leaves, spec)
+        call._find_tensors()
+        return call
+
+    def _find_tensors(self) -> None:
+        indices: dict[int, int] = {}
+        for position, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, Tensor):
+                continue
+            index = indices.setdefault(id(leaf), len(indices))
+            if index == len(self.tensors):
+                self.tensors.append(leaf)
+                self.places.append([])
+            self.places[index].append(position)
+
+    def release(self) -> None:
+        """Let go of the caller's tensors and containers; keep the rest."""
+        for places in self.places:
+            for position in places:
+                self.leaves[position] = None
+        self.args, self.kwargs, self.tensors = (), {}, []
+
+    def filled(self, tensors: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """New args and kwargs with these tensors in the places of the old."""
+        leaves = self.leaves.copy()
+        for tensor, places in zip(tensors, self.places):
+            for position in places:
+                leaves[position] = tensor
+        args, kwargs = unflatten(self.spec, leaves)
+        return args, kwargs
+
+    def argument_at(self, position: int) -> int | str:
+        """The argument that a leaf belongs to: its index or its keyword."""
+        argument: int | str = self.spec.paths()[position][1]
+        return argument
+
+    def name_at(self, position: int) -> str:
+        """How an error names a leaf: `argument 0`, `keyword 'mask'['left']`."""
+        _, argument, *inner = self.spec.paths()[position]
+        kind = "keyword" if isinstance(argument, str) else "argument"
+        return f"{kind} {argument!r}" + "".join(f"[{key!r}]" for key in inner)
+
+
+@attrs.define(eq=False)
+class Result:
+    """What a function returned, flat, and its shape."""
+
+    leaves: list[Any]
+    spec: Any
+
+    @classmethod
+    def of(cls, value: Any) -> Result:
+        return cls(*flatten(value))
+
+    @property
+    def metadata(self) -> Metadata:
+        """Position, shape and dtype of each tensor: what a replay has to repeat."""
+        return [
+            (position, tuple(leaf.shape), leaf.dtype)
+            for position, leaf in enumerate(self.leaves)
+            if isinstance(leaf, Tensor)
+        ]

@@ -1,0 +1,129 @@
+"""Every difference between Paddle versions, and every private name of Paddle's, in one place.
+
+Nowhere else in the package is a version looked at, so a new Paddle release is
+a change to this room only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+import sys
+from typing import Any
+
+
+try:
+    import paddle
+except ModuleNotFoundError as exc:
+    if exc.name != "paddle":
+        raise
+    msg = (
+        "Cannot import paramproxy: PaddlePaddle is not installed. "
+        "Install it with `pip install 'paramproxy[cpu]'`, or with "
+        "`pip install 'paramproxy[gpu]'` for a GPU build."
+    )
+    raise ImportError(msg) from exc
+
+from paddle.base import core
+from paddle.base.framework import EagerParamBase, _dygraph_tracer
+from paddle.distributed.fleet.meta_parallel.parallel_layers.random import (
+    get_rng_state_tracker,
+)
+
+
+__all__ = [
+    "TENSORS_HAVE_ATTRIBUTES",
+    "TENSORS_REDUCE",
+    "VIEW_MAY_CLAIM_PARAMETER",
+    "EagerParamBase",
+    "Tensor",
+    "amp_module",
+    "core",
+    "custom_state_manager",
+    "get_rng_state_tracker",
+    "is_made_by_no_op",
+    "keep_out_of_to_static",
+    "mark_recomputed",
+    "paddle_recompute",
+    "paddle_version",
+    "set_eval_frame",
+    "tracer",
+]
+
+Tensor: Any = core.eager.Tensor
+"""The C type that every kernel checks for."""
+
+amp_module: Any = sys.modules["paddle.amp.auto_cast"]
+"""Where Paddle keeps the state of `paddle.amp.auto_cast`."""
+
+tracer = _dygraph_tracer
+"""The object that holds grad mode and the AMP fields C++ reads."""
+
+
+def paddle_version() -> tuple[int, ...]:
+    """The installed Paddle as numbers; a nightly build, `0.0.0`, counts as newest."""
+    numbers = tuple(int(n) for n in re.findall(r"\d+", paddle.__version__)[:3])
+    return numbers if any(numbers) else (999,)
+
+
+# Paddle 2.6 checks the elements of a *list* argument (`paddle.concat([a, b])`)
+# with PyObject_IsInstance, which trusts `__class__`, and then casts: an object
+# that only claims to be a Tensor crashes the interpreter. From 3.0 on the C
+# type is checked. See `GetTensorListFromArgs` in Paddle's eager_utils.cc.
+VIEW_MAY_CLAIM_PARAMETER = paddle_version() >= (3,)
+
+# From 3.0 on a plain Tensor has a `__dict__`, so people hang tags on it.
+TENSORS_HAVE_ATTRIBUTES = "__dict__" in vars(Tensor)
+
+# From 3.3 on Paddle can pickle a Tensor by itself.
+TENSORS_REDUCE = "__reduce_ex__" in vars(Tensor)
+
+
+def paddle_recompute() -> Any:
+    """Paddle's own recompute module (`import ... as m` would give the function)."""
+    name = "paddle.distributed.fleet.recompute.recompute"
+    importlib.import_module(name)
+    return sys.modules[name]
+
+
+def mark_recomputed(function: Any) -> Any:
+    """`function`, marked for recompute in the static graph that is being built.
+
+    What Paddle 3's own `recompute` does outside dynamic mode; 2.6's raises there.
+    """
+    from paddle.distributed.auto_parallel.interface import recompute
+
+    return recompute(function)
+
+
+def is_made_by_no_op(tensor: Any) -> bool:
+    """Whether no operator made this tensor: it was detached, or built from data.
+
+    Paddle names such a tensor at once, and an op's output only when asked. A
+    tensor written in place since may hold an op's result all the same.
+    """
+    name = tensor.name
+    return name.startswith(("eager_in_tmp", "generated_tensor")) and not tensor._inplace_version()
+
+
+def custom_state_manager() -> Any:
+    """Paddle's registry for a user's own random state, or None where it has none (2.6)."""
+    return getattr(paddle_recompute(), "custom_state_manager", None)
+
+
+# Replaces the callback that sees every new Python frame, with which `to_static`
+# traces bytecode, and returns the old one. Its tracer, which cannot look into
+# it, ends its graph where it is called.
+set_eval_frame: Any = core.set_eval_frame
+
+
+def keep_out_of_to_static(module: Any) -> None:
+    """Have both engines of `to_static` call the module's functions, not transcribe them.
+
+    Paddle's own modules are left alone the same way. Transcribed, a frame of
+    ours would be guarded on the text of `repr(function)`.
+    """
+    paddle.jit.ignore_module([module])
+    folder = os.path.join(os.path.dirname(module.__file__), "")
+    core.eval_frame_skip_file_prefix((folder,))

@@ -1,0 +1,146 @@
+"""A tensor that a region reads: how it was, how it is kept, what replaces it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import paddle
+from paddle.autograd import PyLayer
+
+from paramproxy._compat import EagerParamBase, core
+from paramproxy._tree import alias, copy_attributes
+from paramproxy._view import Handover, make_leaf
+
+
+__all__ = ["Operand", "as_intermediates", "with_own_header"]
+
+
+@attrs.define(eq=False)
+class Operand:
+    """One tensor that a region reads, as it was at the first run.
+
+    Attributes:
+        where: The words that name it: `argument 0`, `closure variable 'h'`.
+        parameter: The parameter itself; None for any other tensor, of which an
+            alias is kept in its stead.
+        stop_gradient: Its flag. A caller's saved-tensor hooks lose it.
+        is_leaf: Whether it is a leaf of the caller's graph.
+        version: Its in-place version counter.
+        pointer: Its storage. Versions are compared on one storage only: a
+            sharding stage swaps a parameter's, an offloading hook a tensor's.
+        place: Where to bring the kept copy back to; None if it was left there.
+    """
+
+    where: str
+    parameter: Any
+    stop_gradient: bool
+    is_leaf: bool
+    version: int
+    pointer: int | None
+    place: Any = None
+
+    @classmethod
+    def of(cls, tensor: Any, where: str) -> Operand:
+        return cls(
+            where=where,
+            parameter=tensor if isinstance(tensor, EagerParamBase) else None,
+            stop_gradient=tensor.stop_gradient,
+            is_leaf=tensor.is_leaf,
+            version=tensor._inplace_version(),
+            pointer=_pointer(tensor),
+        )
+
+    def keep(self, tensor: Any, offload: bool) -> Any:
+        """What to save of `tensor` until the replay."""
+        kept = alias(tensor)
+        if not offload or not _on_device(tensor):
+            return kept
+        self.place = tensor.place
+        host = kept.pin_memory() if core.is_compiled_with_cuda() else kept.cpu()
+        host.stop_gradient = self.stop_gradient
+        return host
+
+    def standin(self, kept: Any, handover: Handover) -> Any:
+        """What the replay gets: a leaf of the parameter, or what was kept."""
+        if self.parameter is not None:
+            return make_leaf(self.parameter, handover)
+        if self.place is not None:
+            kept = kept.to(self.place, blocking=True)
+        kept.stop_gradient = self.stop_gradient
+        return kept
+
+    def no_gradient(self, standin: Any) -> Any:
+        """What autograd takes for "this operand has no gradient".
+
+        A leaf may get None. The op that made any other tensor would be run on
+        an empty gradient, which crashes the interpreter in Paddle's C++.
+        """
+        return None if self.is_leaf else paddle.zeros_like(standin)
+
+    def was_changed(self, tensor: Any) -> bool:
+        """Whether the storage recorded here was written since."""
+        return tensor._inplace_version() != self.version and _pointer(tensor) == self.pointer
+
+    def accept(self, tensor: Any) -> None:
+        """Take the tensor's present value for the recorded one."""
+        self.version = tensor._inplace_version()
+
+    def is_gone(self) -> bool:
+        """Whether a parameter had storage at the first run, and now has none."""
+        gone = self.parameter is not None and self.pointer is not None
+        return gone and not self.parameter._is_initialized()
+
+    def __str__(self) -> str:
+        if self.parameter is None:
+            return self.where
+        return f"{self.where} parameter {self.parameter.name!r}".lstrip()
+
+
+class _Intermediates(PyLayer):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, *leaves: Any) -> tuple[Any, ...]:
+        return tuple(with_own_header(leaf.detach()) for leaf in leaves)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
+        return gradients
+
+
+def as_intermediates(operands: list[Operand], leaves: list[Any]) -> list[Any]:
+    """Stand-ins that are leaves of the graph only where the operand was one.
+
+    An identity PyLayer (`forward` returns its input) works in place, which
+    Paddle refuses on a leaf that needs a gradient.
+    """
+    inner = [
+        index
+        for index, operand in enumerate(operands)
+        if operand.parameter is None and not operand.is_leaf and not operand.stop_gradient
+    ]
+    if not inner:
+        return leaves
+    standins = list(leaves)
+    for index, tensor in zip(inner, _Intermediates.apply(*(leaves[index] for index in inner))):
+        copy_attributes(leaves[index], tensor)
+        standins[index] = tensor
+    return standins
+
+
+def with_own_header(tensor: Any) -> Any:
+    """The same storage and version counter under a tensor header of its own.
+
+    `detach` shares the header too, and a PyLayer takes an output on the header
+    of an input for an in-place change of that input.
+    """
+    return tensor.unsqueeze(0).squeeze(0)
+
+
+def _pointer(tensor: Any) -> int | None:
+    if not tensor._is_initialized() or not tensor.is_dense():
+        return None
+    return int(tensor.data_ptr())
+
+
+def _on_device(tensor: Any) -> bool:
+    return not (tensor.place.is_cpu_place() or tensor.place.is_cuda_pinned_place())

@@ -1,0 +1,168 @@
+"""`recompute`: reads the options, picks the engine."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import attrs
+import paddle
+
+from paramproxy import _reentrant
+from paramproxy._call import Call
+from paramproxy._captured import function_name
+from paramproxy._compat import mark_recomputed, set_eval_frame
+from paramproxy._region import Region
+from paramproxy.exceptions import UnsupportedError
+
+
+__all__ = ["recompute"]
+
+R = TypeVar("R")
+
+
+def recompute(
+    function: Callable[..., R],
+    /,
+    *args: Any,
+    use_reentrant: bool = True,
+    preserve_rng_state: bool = True,
+    offload_indices: Iterable[int | str] = (),
+    **kwargs: Any,
+) -> R:
+    """Call `function(*args, **kwargs)` without keeping its activations.
+
+    They are computed a second time in backward. A drop-in for
+    `paddle.distributed.fleet.utils.recompute`, which runs that second time on
+    copies of the parameters it was given, so that `main_grad`, hooks and every
+    other attribute are lost (PaddlePaddle/Paddle#70508). Here it runs on leaves
+    that *are* the parameters for everything but their graph.
+
+    Args:
+        function: Any callable: a function, a partial, a bound method, an
+            `nn.Layer`, a `PyLayer.apply`, a C op, an object with `__call__`. It
+            has to do the same each time it is called.
+        *args: Its arguments: tensors of any shape and dtype, parameters, views,
+            constants, None, in containers of any depth.
+        use_reentrant: True for the PyLayer engine.
+        preserve_rng_state: Whether the second run draws the random numbers of
+            the first: Paddle's generators of the current device, the
+            hybrid-parallel tracker, numpy's and Python's global streams, and
+            what is registered with Paddle's `custom_state_manager`. False
+            leaves all of them alone.
+        offload_indices: Positions of arguments whose tensors wait for backward
+            in host memory, and names of keyword arguments. Tensors that are in
+            host memory already stay where they are, and so do parameters.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What `function(*args, **kwargs)` returns: the same containers,
+        constants, shapes, dtypes and values.
+
+    Raises:
+        UnsupportedError: At once for what neither run could get right; in
+            backward for `paddle.grad` and `create_graph=True`, which a
+            reentrant region cannot serve.
+        MutationError: A tensor that the function reads was changed in place,
+            by the function itself or between forward and backward.
+        ReplayError: The function raised in its second run only.
+        ReplayMismatchError: Its second run gave other outputs than its first.
+
+        What is raised in backward reaches the caller as an `OSError` that holds
+        the message: Paddle translates it.
+
+    Example:
+        >>> import paddle
+        >>> from paramproxy import recompute
+        >>> w = paddle.create_parameter([2, 2], "float32")
+        >>> w.main_grad = paddle.zeros([2, 2])
+        >>> x = paddle.ones([1, 2])
+        >>> loss = recompute(lambda x, w: paddle.tanh(x @ w), x, w).sum()
+        >>> loss.backward()
+        >>> w.grad.shape == w.shape
+        True
+
+    !!! warning "What the reentrant engine cannot do"
+        - **A second backward** through any PyLayer crashes Paddle. Asking for
+          `retain_graph=True` gives a `RetainGraphWarning`.
+        - `paddle.grad` and `create_graph=True` are refused.
+        - The first run records nothing, so it can't know which of several
+          outputs need no gradient: an output that was cut off by `detach` comes
+          back with `stop_gradient=False`. Its gradient is right (there is none).
+        - An operand that gets no gradient although it is not a leaf gets zeros,
+          where plain autograd would not run the ops before it.
+        - In the second run a leaf stands for a parameter argument:
+          `isinstance`, `name` and every attribute are the parameter's, `is` is not.
+        - A parameter that several regions *capture* has its hooks called once
+          for each. Pass it as an argument, and they are called once.
+        - Buffers are written by both runs.
+    """
+    # to_static's tracer must neither look into this nor into what it calls.
+    old = set_eval_frame(None)
+    try:
+        options = _Options(use_reentrant, preserve_rng_state, tuple(offload_indices))
+        return _recompute(function, args, kwargs, options)  # type: ignore[no-any-return]
+    finally:
+        set_eval_frame(old)
+
+
+@attrs.frozen
+class _Options:
+    use_reentrant: bool
+    preserve_rng_state: bool
+    offload_indices: tuple[int | str, ...]
+
+
+def _recompute(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options
+) -> Any:
+    if not callable(function):
+        msg = f"Cannot recompute {function!r}: expected a callable, got {type(function).__name__}."
+        raise TypeError(msg)
+    if not paddle.in_dynamic_mode():
+        call = Call.of(args, kwargs)
+        return mark_recomputed(function)(*call.args, **call.kwargs)
+    if not paddle.is_grad_enabled():
+        call = Call.of(args, kwargs)
+        return function(*call.args, **call.kwargs)
+    if not options.use_reentrant:
+        msg = (
+            f"Cannot recompute {function_name(function)} with use_reentrant=False: this release "
+            "has the reentrant engine only. Leave use_reentrant at True."
+        )
+        raise UnsupportedError(msg)
+    region, tensors = Region.open(function, args, kwargs, options.preserve_rng_state)
+    return _reentrant.run(region, tensors, _offloaded(region, options.offload_indices))
+
+
+def _offloaded(region: Region, indices: tuple[int | str, ...]) -> set[int]:
+    """The operands that `offload_indices` names."""
+    if not indices:
+        return set()
+    _refuse_unknown(region, indices)
+    offloaded = set()
+    for index, places in enumerate(region.call.places):
+        if not any(region.call.argument_at(position) in indices for position in places):
+            continue
+        if region.operands[index].parameter is None:
+            offloaded.add(index)
+            continue
+        warnings.warn(
+            f"offload_indices names {region.name_operand(index)}, which stays where it is: "
+            "a parameter is not an activation. Take it out of offload_indices.",
+            stacklevel=5,
+        )
+    return offloaded
+
+
+def _refuse_unknown(region: Region, indices: tuple[int | str, ...]) -> None:
+    known = {*range(len(region.call.args)), *region.call.kwargs}
+    for index in indices:
+        if index not in known:
+            msg = (
+                f"Cannot offload argument {index!r} of {region.name}: it was called with "
+                f"{len(region.call.args)} positional arguments and the keywords "
+                f"{sorted(region.call.kwargs)}. Give positions of arguments, or keywords."
+            )
+            raise ValueError(msg)

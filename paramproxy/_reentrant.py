@@ -1,0 +1,213 @@
+"""The reentrant engine: a PyLayer whose backward runs a region again.
+
+1. The function runs outside the PyLayer, without recording, so that its errors
+   and its objects are its own. `apply` only ties its outputs into the graph.
+2. A PyLayer sees tensors only among its flat arguments, so the differentiable
+   operands go in flat and new outputs come out flat. Structure stays outside.
+3. Whatever existed before the region (a mask that is returned, a parameter)
+   does not pass through the PyLayer: it comes back as itself.
+4. An output that nobody used gets None for a gradient, and its branch is not
+   run backward.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+import warnings
+from typing import Any
+
+import attrs
+import paddle
+from paddle.autograd import PyLayer
+
+from paramproxy._ambient import final_hooks_kept
+from paramproxy._call import Result
+from paramproxy._compat import EagerParamBase, Tensor, is_made_by_no_op
+from paramproxy._operand import with_own_header
+from paramproxy._region import Region, is_differentiable
+from paramproxy._tree import alias, copy_attributes, unflatten
+from paramproxy.exceptions import RetainGraphWarning, UnsupportedError
+
+
+__all__ = ["run"]
+
+
+def run(region: Region, tensors: list[Any], offload: set[int]) -> Any:
+    """The region's result, in the graph, with the replay waiting in backward."""
+    kept = [
+        operand.keep(tensor, index in offload)
+        for index, (operand, tensor) in enumerate(zip(region.operands, tensors))
+        if operand.parameter is None
+    ]
+    inputs = [tensor for tensor in tensors if not tensor.stop_gradient] or [_dummy()]
+    value = region.first_run(tensors)
+    result = Result.of(value)
+    region.record(result)
+    fresh = _fresh(region, result, tensors)
+    if fresh and _may_be_cut_off(region, result, fresh):
+        # A replay now tells. Its graph is dropped at once.
+        again = region.replay(kept).result.leaves
+        fresh = [places for places in fresh if not again[places[0]].stop_gradient]
+    if not fresh:
+        return value
+    positions = [places[0] for places in fresh]
+    outputs = _outputs(region, [result.leaves[position] for position in positions])
+    outputs = _Reentrant.apply(_FirstRun(region, kept, outputs, positions), *inputs)
+    for output, places in zip(outputs, fresh):
+        for position in places:
+            result.leaves[position] = output
+    return unflatten(result.spec, result.leaves)
+
+
+@attrs.frozen(eq=False)
+class _FirstRun:
+    """What `forward` needs, out of sight of the PyLayer: it would take a tuple
+    of tensors among its arguments for one more input.
+
+    Attributes:
+        region: The region.
+        kept: What to save of its operands.
+        outputs: Its new outputs.
+        positions: Where each of them stands in the flat result.
+    """
+
+    region: Region
+    kept: list[Any]
+    outputs: tuple[Any, ...]
+    positions: list[int]
+
+
+class _Reentrant(PyLayer):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, first: _FirstRun, *inputs: Any) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.region = first.region
+        ctx.positions = first.positions
+        # Given to autograd, so that a caller's saved-tensor hooks see them.
+        # They come back with stop_gradient=True; the operands know better.
+        ctx.save_for_backward(*first.kept)
+        return first.outputs
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: Any) -> tuple[Any, ...]:
+        region, ctx.region = ctx.region, None
+        _look_at_caller(region)
+        kept = list(ctx.saved_tensor())
+        if all(grad is None for grad in output_grads):
+            return tuple(region.no_gradients(kept)) or (None,)
+        replay = region.replay(kept)
+        pairs = [
+            (replay.result.leaves[position], grad)
+            for position, grad in zip(ctx.positions, output_grads)
+            if grad is not None and not replay.result.leaves[position].stop_gradient
+        ]
+        if pairs:
+            with final_hooks_kept():
+                paddle.autograd.backward(*map(list, zip(*pairs)))
+        return tuple(replay.gradients()) or (None,)  # (None,): for the dummy
+
+
+def _dummy() -> Any:
+    """Something differentiable to hang the region on, where only captured
+    parameters need gradients: without it the PyLayer would not be recorded."""
+    dummy = paddle.zeros([1])
+    dummy.stop_gradient = False
+    return dummy
+
+
+def _fresh(region: Region, result: Result, tensors: list[Any]) -> list[list[int]]:
+    """The positions of each tensor of the result that the region may have to answer for.
+
+    Under no_grad whatever the function computed has stop_gradient=True. What
+    has not is older than the region, or was made a leaf on purpose, and comes
+    back as itself. An intermediate that the caller passed in is the exception:
+    an identity PyLayer returns its input too, and only the replay can tell.
+    """
+    passed_in = {id(tensor) for tensor in tensors if not tensor.stop_gradient}
+    existing = {id(tensor) for tensor in tensors if tensor.stop_gradient}
+    existing.update(id(tensor) for _, tensor, _ in region.fixed)
+    places: dict[int, list[int]] = {}
+    for position, leaf in enumerate(result.leaves):
+        if not isinstance(leaf, Tensor) or isinstance(leaf, EagerParamBase):
+            continue
+        computed = leaf.stop_gradient and id(leaf) not in existing and is_differentiable(leaf)
+        if computed or (id(leaf) in passed_in and not leaf.is_leaf):
+            places.setdefault(id(leaf), []).append(position)
+    return list(places.values())
+
+
+def _may_be_cut_off(region: Region, result: Result, fresh: list[list[int]]) -> bool:
+    """Whether it looks as if no output had a gradient: a frozen block, a detached statistic."""
+    outputs = [result.leaves[places[0]] for places in fresh]
+    return region.seems_constant() or all(map(is_made_by_no_op, outputs))
+
+
+def _outputs(region: Region, computed: list[Any]) -> tuple[Any, ...]:
+    """Aliases of the computed tensors, each with a header that no input has."""
+    pointers = {operand.pointer for operand in region.operands if not operand.stop_gradient}
+    outputs = []
+    for tensor in computed:
+        output = alias(tensor)
+        output.stop_gradient = True
+        if output._is_initialized() and output.data_ptr() in pointers:
+            output = with_own_header(output)
+            copy_attributes(tensor, output)
+        outputs.append(output)
+    return tuple(outputs)
+
+
+def _look_at_caller(region: Region) -> None:
+    """Refuse, or warn of, what this engine cannot do, as the caller asked for it."""
+    if paddle.is_grad_enabled():  # which in a PyLayer's backward means create_graph
+        _refuse(region, "with create_graph=True: its graph is gone when it returns")
+    frame = _backward_frame()
+    if frame is None:
+        return
+    if frame.f_code.co_name == "grad":
+        _refuse(
+            region, "under paddle.grad: it would leave gradients in .grad of captured parameters"
+        )
+    if frame.f_locals.get("retain_graph"):
+        _warn_of_retain_graph(region, frame)
+
+
+def _refuse(region: Region, why: str) -> None:
+    msg = (
+        f"Cannot differentiate {region.name} in reentrant mode {why}. "
+        "Use recompute(..., use_reentrant=False), or call the function without recompute."
+    )
+    raise UnsupportedError(msg)
+
+
+def _backward_frame() -> types.FrameType | None:
+    """The frame of Paddle's `backward` or `grad` that is running this backward."""
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("backward", "grad") and "retain_graph" in code.co_varnames:
+            if frame.f_globals.get("__name__", "").startswith("paddle."):
+                return frame
+        frame = frame.f_back
+    return None
+
+
+def _warn_of_retain_graph(region: Region, frame: types.FrameType) -> None:
+    caller: types.FrameType = frame
+    while caller.f_back is not None and _is_paddles(caller):
+        caller = caller.f_back
+    msg = (
+        f"retain_graph=True around {region.name}, recomputed in reentrant mode: a second backward "
+        "through it crashes Paddle. Use recompute(..., use_reentrant=False) there."
+    )
+    warnings.warn_explicit(
+        msg,
+        RetainGraphWarning,
+        caller.f_code.co_filename,
+        caller.f_lineno,
+        registry=caller.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _is_paddles(frame: types.FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("paddle", "decorator")

@@ -1,0 +1,154 @@
+"""Arguments and results as flat tensors and a shape to put them back into.
+
+Containers are walked by optree, so whatever is registered with it, globally or
+in the namespace `"paramproxy"`, is a container here too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import attrs
+import optree
+import paddle
+
+from paramproxy._compat import TENSORS_HAVE_ATTRIBUTES, EagerParamBase, Tensor
+from paramproxy._view import (
+    Handover,
+    ParamLeaf,
+    ParamView,
+    leaf_gradient,
+    make_leaf,
+    retire,
+    unwrap,
+)
+
+
+__all__ = ["alias", "copy_attributes", "detach", "flatten", "grads", "hidden_tensors", "unflatten"]
+
+NAMESPACE = "paramproxy"
+
+# Not searched for hidden tensors: constants; tensors, which are no leaves to
+# look into; layers, whose state is captured and not passed.
+_OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, Tensor, paddle.nn.Layer)
+
+
+def flatten(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves of `tree`, None among them, and the spec that `unflatten` takes."""
+    return optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+
+
+def unflatten(spec: Any, leaves: list[Any]) -> Any:
+    """The tree of that spec with these leaves: new containers of the same types."""
+    return optree.tree_unflatten(spec, leaves)
+
+
+def alias(tensor: Any) -> Any:
+    """A detached tensor on the same storage: same flag, same Python attributes.
+
+    It outlives `tensor._clear_dataptr()`, and follows a storage that is swapped
+    under the tensor.
+    """
+    twin = tensor.detach()
+    twin.stop_gradient = tensor.stop_gradient
+    copy_attributes(tensor, twin)
+    return twin
+
+
+def copy_attributes(tensor: Any, twin: Any) -> None:
+    """Carry over what people hang on an activation, `sequence_parallel` and the like."""
+    if TENSORS_HAVE_ATTRIBUTES and tensor.__dict__:
+        twin.__dict__.update(tensor.__dict__)
+
+
+def detach(tree: Any) -> Any:
+    """The same tree, cut off from the graph, for checkpointing code of your own.
+
+    Run your function on what this returns, run backward on what that gives,
+    and collect the gradients with [`grads`][paramproxy.grads].
+
+    Args:
+        tree: Tensors of any shape and dtype in containers of any depth (list,
+            tuple, dict, namedtuple, deque, or what is registered with optree).
+
+    Returns:
+        New containers of the same types. Every tensor is a detached one on the
+        same storage with its `stop_gradient` kept; every parameter, `ParamView`
+        or `ParamLeaf` is a new leaf of its parameter. One object that stands in
+        two places gives one object in both. Everything else is left as it is.
+
+    Example:
+        >>> import paddle, paramproxy
+        >>> w = paddle.create_parameter([2], "float32")
+        >>> w.main_grad = paddle.zeros([2])
+        >>> x, again, leaf, note = paramproxy.detach([paddle.ones([2]), w, w, "note"])[0:4]
+        >>> again is leaf, leaf.main_grad is w.main_grad, note
+        (True, True, 'note')
+    """
+    leaves, spec = flatten(tree)
+    handover = Handover()
+    twins: dict[int, Any] = {}
+    for position, leaf in enumerate(leaves):
+        tensor = unwrap(leaf)
+        if not isinstance(tensor, Tensor):
+            continue
+        if id(tensor) not in twins:
+            is_param = isinstance(tensor, EagerParamBase)
+            twins[id(tensor)] = make_leaf(tensor, handover) if is_param else alias(tensor)
+        leaves[position] = twins[id(tensor)]
+    return unflatten(spec, leaves)
+
+
+def grads(tree: Any) -> tuple[Any, ...]:
+    """The gradients that a backward has left on the tensors of a detached tree.
+
+    This hands them over: from here on the leaves in `tree` are retired, and a
+    gradient value read or written on one is its parameter's.
+
+    Args:
+        tree: What [`detach`][paramproxy.detach] returned, or a part of it. A
+            `ParamView` counts as its `view.leaf`.
+
+    Returns:
+        One entry for each tensor in `tree`, in order: its gradient (of the
+        tensor's shape and dtype), or None. A tensor that stands in two places
+        has its gradient at the first and None at the second, so that the tuple
+        is what a `PyLayer.backward` returns and autograd's sum is right.
+
+    Example:
+        >>> import paddle, paramproxy
+        >>> w = paddle.create_parameter([2], "float32")
+        >>> x, leaf = paramproxy.detach((paddle.ones([2]), w))
+        >>> (x * leaf).sum().backward()
+        >>> [g if g is None else g.tolist() for g in paramproxy.grads((x, leaf))]
+        [None, [1.0, 1.0]]
+        >>> w.grad is None
+        True
+    """
+    found = []
+    seen: set[int] = set()
+    for leaf in flatten(tree)[0]:
+        tensor = leaf.leaf if issubclass(type(leaf), ParamView) else leaf
+        if not isinstance(tensor, Tensor):
+            continue
+        found.append(None if id(tensor) in seen else leaf_gradient(tensor))
+        seen.add(id(tensor))
+        if type(tensor) is ParamLeaf:
+            retire(tensor)
+    return tuple(found)
+
+
+def hidden_tensors(leaf: Any) -> list[Any]:
+    """The tensors right inside an object that optree takes for a leaf."""
+    if isinstance(leaf, _OPAQUE):
+        return []
+    if isinstance(leaf, Mapping):
+        inside = list(leaf.values())
+    elif isinstance(leaf, (list, tuple, set, frozenset)):
+        inside = list(leaf)
+    elif attrs.has(type(leaf)):
+        inside = [getattr(leaf, field.name, None) for field in attrs.fields(type(leaf))]
+    else:
+        inside = list(getattr(leaf, "__dict__", {}).values())
+    return [value for value in map(unwrap, inside) if isinstance(value, Tensor)]
