@@ -145,8 +145,8 @@ def final_hooks_kept() -> Iterator[None]:
     backward.cc ends by running and clearing the final hooks, so gradients that
     come after the first region would stay in low precision.
     """
-    state = getattr(amp_module, "amp_global_state", dict)()
-    armed = getattr(state, "already_register_final_backward_hook", False)
+    state: Any = amp_module.amp_global_state()
+    armed = state.already_register_final_backward_hook
     yield
     if armed and not state.already_register_final_backward_hook:
         python = amp_module._g_amp_state_

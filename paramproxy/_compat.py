@@ -10,6 +10,7 @@ import importlib
 import os
 import re
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -125,5 +126,4 @@ def keep_out_of_to_static(module: Any) -> None:
     ours would be guarded on the text of `repr(function)`.
     """
     paddle.jit.ignore_module([module])
-    folder = os.path.join(os.path.dirname(module.__file__), "")
-    core.eval_frame_skip_file_prefix((folder,))
+    core.eval_frame_skip_file_prefix((f"{Path(module.__file__).parent}{os.sep}",))

@@ -7,6 +7,7 @@ may crash the interpreter.
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
@@ -135,14 +136,13 @@ ROWS = (
 )
 
 
-def _paddle(use_reentrant: bool) -> Run:
-    recompute = paddle_recompute().recompute
-    return lambda *args: recompute(*args, use_reentrant=use_reentrant)
+def _paddle(**mode: bool) -> Run:
+    return functools.partial(paddle_recompute().recompute, **mode)
 
 
 ENGINES: dict[str, Callable[[], Run]] = {
-    "Paddle reentrant": lambda: _paddle(True),
-    "Paddle hooks": lambda: _paddle(False),
+    "Paddle reentrant": lambda: _paddle(use_reentrant=True),
+    "Paddle hooks": lambda: _paddle(use_reentrant=False),
     "paramproxy reentrant": lambda: paramproxy.recompute,
 }
 OURS = "paramproxy reentrant"
@@ -224,7 +224,7 @@ def diagnose() -> dict[str, Any]:
         and `ok`: whether paramproxy gave the right answer in every row.
     """
     columns = {engine: list(_outcomes(engine)) for engine in ENGINES}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "case": row.title,
             "expected": row.expected,

@@ -115,7 +115,7 @@ class _Options:
 
 
 def _recompute(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options
 ) -> Any:
     if not callable(function):
         msg = f"Cannot recompute {function!r}: expected a callable, got {type(function).__name__}."
@@ -151,7 +151,7 @@ def _offloaded(region: Region, indices: tuple[int | str, ...]) -> set[int]:
         warnings.warn(
             f"offload_indices names {region.name_operand(index)}, which stays where it is: "
             "a parameter is not an activation. Take it out of offload_indices.",
-            stacklevel=5,
+            stacklevel=4,
         )
     return offloaded
 

@@ -62,8 +62,9 @@ def run(region: Region, tensors: list[Any], offload: set[int]) -> Any:
 
 @attrs.frozen(eq=False)
 class _FirstRun:
-    """What `forward` needs, out of sight of the PyLayer: it would take a tuple
-    of tensors among its arguments for one more input.
+    """What `forward` needs, out of sight of the PyLayer.
+
+    It would take a tuple of tensors among its arguments for one more input.
 
     Attributes:
         region: The region.
@@ -109,8 +110,10 @@ class _Reentrant(PyLayer):  # type: ignore[misc]
 
 
 def _dummy() -> Any:
-    """Something differentiable to hang the region on, where only captured
-    parameters need gradients: without it the PyLayer would not be recorded."""
+    """Something differentiable to hang the region on, where only captured ones need gradients.
+
+    Without it the PyLayer would not be recorded.
+    """
     dummy = paddle.zeros([1])
     dummy.stop_gradient = False
     return dummy
@@ -185,9 +188,9 @@ def _backward_frame() -> types.FrameType | None:
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        if code.co_name in ("backward", "grad") and "retain_graph" in code.co_varnames:
-            if frame.f_globals.get("__name__", "").startswith("paddle."):
-                return frame
+        is_backward = code.co_name in ("backward", "grad") and "retain_graph" in code.co_varnames
+        if is_backward and _is_paddles(frame):
+            return frame
         frame = frame.f_back
     return None
 

@@ -25,7 +25,7 @@ import paddle
 from paramproxy._ambient import Ambient
 from paramproxy._call import Call, Metadata, Result
 from paramproxy._captured import Captured, Rebinder, function_name, look_into
-from paramproxy._compat import EagerParamBase, Tensor
+from paramproxy._compat import EagerParamBase
 from paramproxy._operand import Operand, as_intermediates
 from paramproxy._tree import alias, hidden_tensors
 from paramproxy._view import Handover, leaf_gradient
@@ -212,7 +212,7 @@ class Region:
         """Compare everything the function reads, then make what it gets."""
         for operand in self.weights:
             self._refuse_change(operand, operand.parameter, str(operand))
-        for operand, tensor, twin in self.fixed:
+        for operand, _, twin in self.fixed:
             self._refuse_change(operand, twin, operand.where)
         remaining = iter(kept)
         standins = []
@@ -258,7 +258,9 @@ class Region:
     def no_gradients(self, kept: list[Any]) -> list[Any]:
         """What autograd takes where no output had a gradient, so nothing is rerun."""
         remaining = iter(kept)
-        tensors = [o.parameter if o.parameter is not None else next(remaining) for o in self.operands]
+        tensors = [
+            o.parameter if o.parameter is not None else next(remaining) for o in self.operands
+        ]
         pairs = zip(self.operands, tensors)
         return [o.no_gradient(tensor) for o, tensor in pairs if not o.stop_gradient]
 

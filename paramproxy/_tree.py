@@ -141,6 +141,7 @@ def grads(tree: Any) -> tuple[Any, ...]:
 
 def hidden_tensors(leaf: Any) -> list[Any]:
     """The tensors right inside an object that optree takes for a leaf."""
+    leaf = unwrap(leaf)
     if isinstance(leaf, _OPAQUE):
         return []
     if isinstance(leaf, Mapping):

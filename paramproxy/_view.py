@@ -293,7 +293,7 @@ def is_retired(tensor: object) -> bool:
     return type(tensor) is ParamLeaf and bool(_handover_of(tensor).done)
 
 
-class ParamView(wrapt.BaseObjectProxy):  # type: ignore[misc]
+class ParamView(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
     """A parameter as Python code sees it, with a leaf of its own for kernels.
 
     Every attribute read, write, delete and method call reaches the original:
@@ -351,11 +351,11 @@ class ParamView(wrapt.BaseObjectProxy):  # type: ignore[misc]
             )
             raise NotAParameterError(msg)
         super().__init__(original)
-        self._self_leaf = None
+        self._self_leaf: ParamLeaf | None = None
 
     if not VIEW_MAY_CLAIM_PARAMETER:
 
-        @property
+        @property  # type: ignore[misc]
         def __class__(self) -> Any:
             return ParamView
 
@@ -363,8 +363,7 @@ class ParamView(wrapt.BaseObjectProxy):  # type: ignore[misc]
     def leaf(self) -> ParamLeaf:
         if self._self_leaf is None:
             self._self_leaf = make_leaf(self.__wrapped__, Handover())
-        leaf: ParamLeaf = self._self_leaf
-        return leaf
+        return self._self_leaf
 
     @property
     def leaf_grad(self) -> Any:
