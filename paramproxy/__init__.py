@@ -10,6 +10,7 @@ from paramproxy._view import ParamLeaf, ParamView, unwrap
 from paramproxy.exceptions import (
     InPlaceOperatorError,
     MutationError,
+    NoStorageError,
     NotAParameterError,
     ParamProxyError,
     ReplayError,
@@ -22,6 +23,7 @@ from paramproxy.exceptions import (
 __all__ = [
     "InPlaceOperatorError",
     "MutationError",
+    "NoStorageError",
     "NotAParameterError",
     "ParamLeaf",
     "ParamProxyError",

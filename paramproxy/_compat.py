@@ -34,9 +34,9 @@ from paddle.distributed.fleet.meta_parallel.parallel_layers.random import (
 
 
 __all__ = [
+    "LISTS_ARE_CHECKED",
     "TENSORS_HAVE_ATTRIBUTES",
     "TENSORS_REDUCE",
-    "VIEW_MAY_CLAIM_PARAMETER",
     "EagerParamBase",
     "Tensor",
     "amp_module",
@@ -68,11 +68,10 @@ def paddle_version() -> tuple[int, ...]:
     return numbers if any(numbers) else (999,)
 
 
-# Paddle 2.6 checks the elements of a *list* argument (`paddle.concat([a, b])`)
-# with PyObject_IsInstance, which trusts `__class__`, and then casts: an object
-# that only claims to be a Tensor crashes the interpreter. From 3.0 on the C
-# type is checked. See `GetTensorListFromArgs` in Paddle's eager_utils.cc.
-VIEW_MAY_CLAIM_PARAMETER = paddle_version() >= (3,)
+# Whether the elements of a *list* argument (`paddle.stack([a, b])`) are checked
+# before they are cast. Paddle 2.6 casts whatever is there, even `object()`, and
+# crashes the interpreter. See `GetTensorListFromArgs` in Paddle's eager_utils.cc.
+LISTS_ARE_CHECKED = paddle_version() >= (3,)
 
 # From 3.0 on a plain Tensor has a `__dict__`, so people hang tags on it.
 TENSORS_HAVE_ATTRIBUTES = "__dict__" in vars(Tensor)

@@ -86,11 +86,6 @@ class Operand:
         """Take the tensor's present value for the recorded one."""
         self.version = tensor._inplace_version()
 
-    def is_gone(self) -> bool:
-        """Whether a parameter had storage at the first run, and now has none."""
-        gone = self.parameter is not None and self.pointer is not None
-        return gone and not self.parameter._is_initialized()
-
     def __str__(self) -> str:
         if self.parameter is None:
             return self.where

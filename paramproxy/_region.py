@@ -223,12 +223,6 @@ class Region:
         return standins
 
     def _refuse_change(self, operand: Operand, tensor: Any, what: str) -> None:
-        if operand.is_gone():
-            msg = (
-                f"Cannot replay {self.name}: the storage of {what} was freed after the first run. "
-                "Gather the parameter again before backward."
-            )
-            raise MutationError(msg)
         if operand.was_changed(tensor):
             msg = (
                 f"Cannot replay {self.name}: {what} was changed in place after the first run "

@@ -19,11 +19,10 @@ import wrapt
 
 from paramproxy._compat import (
     TENSORS_REDUCE,
-    VIEW_MAY_CLAIM_PARAMETER,
     EagerParamBase,
     Tensor,
 )
-from paramproxy.exceptions import InPlaceOperatorError, NotAParameterError
+from paramproxy.exceptions import InPlaceOperatorError, NoStorageError, NotAParameterError
 
 
 __all__ = [
@@ -270,6 +269,12 @@ def make_leaf(param: Any, handover: Handover) -> ParamLeaf:
     is copied. `EagerParamBase.__init__` is left out because it writes
     attributes, and `_share_buffer_to` because it leaves a shape of `[0]`.
     """
+    if not param._is_initialized():
+        msg = (
+            f"Cannot make a leaf of parameter {param.name!r}: it has no storage now. Initialize "
+            "it (LazyGuard), or gather it again (sharding) first."
+        )
+        raise NoStorageError(msg)
     leaf: ParamLeaf = EagerParamBase.__new__(ParamLeaf)
     Tensor.__init__(leaf, param)
     _ORIGIN.__set__(leaf, unwrap(param))
@@ -335,10 +340,10 @@ class ParamView(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
         - `t._share_buffer_to(view)`, `t._unsafe_share_buffer_to(view)` and
           `t._share_underline_tensor_to(view)` write through it blindly and
           **may crash the interpreter**.
-        - On Paddle 2.6 `paddle.concat([view, view])` would crash too, because
-          list elements are checked with `isinstance` there. Memory safety comes
-          first: on 2.6 a view does not claim to be a parameter, so
-          `isinstance(view, paddle.Tensor)` is False and `concat` raises.
+        - `paddle.concat([view, view])`, `stack`, `add_n` and `einsum` raise from
+          Paddle 3.0 on. **On 2.6 they crash the interpreter**: there Paddle
+          casts the elements of a list unseen, whatever they are, so that no
+          object can guard itself.
     """
 
     def __init__(self, param: Any) -> None:
@@ -352,12 +357,6 @@ class ParamView(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
             raise NotAParameterError(msg)
         super().__init__(original)
         self._self_leaf: ParamLeaf | None = None
-
-    if not VIEW_MAY_CLAIM_PARAMETER:
-
-        @property  # type: ignore[misc]
-        def __class__(self) -> Any:
-            return ParamView
 
     @property
     def leaf(self) -> ParamLeaf:
@@ -377,6 +376,10 @@ class ParamView(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
             )
             raise AttributeError(msg)
         super().__setattr__(name, value)
+
+    def __getitem__(self, key: Any) -> Any:
+        # Also what iteration goes by, as for a Tensor, which has no __iter__.
+        return self.__wrapped__[key]
 
     def __hash__(self) -> int:
         return hash(self.__wrapped__)

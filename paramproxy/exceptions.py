@@ -13,6 +13,7 @@ from __future__ import annotations
 __all__ = [
     "InPlaceOperatorError",
     "MutationError",
+    "NoStorageError",
     "NotAParameterError",
     "ParamProxyError",
     "ReplayError",
@@ -24,6 +25,10 @@ __all__ = [
 
 class ParamProxyError(Exception):
     """The base of every error that paramproxy raises."""
+
+
+class NoStorageError(ParamProxyError, RuntimeError):
+    """A parameter has no data at the moment: not initialized yet, or freed."""
 
 
 class NotAParameterError(ParamProxyError, TypeError):

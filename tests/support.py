@@ -1,0 +1,131 @@
+"""What the tests share: parameters, tensors, fused layers, counts and bytes."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import paddle
+from paddle.base import core
+from paddle.base.framework import EagerParamBase
+
+from paramproxy import recompute
+
+
+ROOT = Path(__file__).parent.parent
+
+
+def param(values, trainable=True, dtype="float32"):
+    """A parameter with these values."""
+    values = np.asarray(values, dtype)
+    initializer = paddle.nn.initializer.Assign(values)
+    made = paddle.create_parameter(list(values.shape), dtype, default_initializer=initializer)
+    made.stop_gradient = not trainable
+    assert type(made) is EagerParamBase
+    return made
+
+
+def tensor(values, grad=True, dtype="float32"):
+    """A leaf tensor with these values."""
+    return paddle.to_tensor(np.asarray(values, dtype), stop_gradient=not grad)
+
+
+def values(x):
+    """A tensor's values as nested lists; None for None."""
+    return None if x is None else x.numpy().tolist()
+
+
+def plain(function, *args, **kwargs):
+    """What recompute is compared with: the call itself, without its options."""
+    for option in ("use_reentrant", "preserve_rng_state", "offload_indices"):
+        kwargs.pop(option, None)
+    return function(*args, **kwargs)
+
+
+def same(scenario, literal=None):
+    """Assert that `scenario(run)` gives with recompute what it gives without."""
+    paddle.seed(7)
+    np.random.seed(7)
+    expected = scenario(plain)
+    if literal is not None:
+        assert expected == literal
+    paddle.seed(7)
+    np.random.seed(7)
+    assert scenario(recompute) == expected
+    return expected
+
+
+class Counted:
+    """A function that counts its calls, so that a test can tell a replay from none."""
+
+    def __init__(self, function):
+        self.function = function
+        self.calls = 0
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+
+class FusedLinear(paddle.autograd.PyLayer):
+    """Adds the weight's gradient to its own fp32 buffer, and returns none for it."""
+
+    @staticmethod
+    def forward(ctx, x, w):
+        ctx.save_for_backward(x, w)
+        return paddle.matmul(x, w)
+
+    @staticmethod
+    def backward(ctx, dy):
+        x, w = ctx.saved_tensor()
+        if getattr(w, "main_grad", None) is None:
+            w.main_grad = paddle.zeros(w.shape, "float32")
+        w.main_grad.add_(paddle.matmul(x, dy, transpose_x=True))
+        w.hits = getattr(w, "hits", 0) + 1
+        return paddle.matmul(dy, w, transpose_y=True), None
+
+
+class Reverse(paddle.autograd.PyLayer):
+    """Gives its input on as it is and turns the gradient round."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x
+
+    @staticmethod
+    def backward(ctx, dy):
+        return -dy
+
+
+def allocated():
+    """The bytes that the CPU allocator has handed out."""
+    return core.host_memory_stat_current_value("Allocated", 0)
+
+
+def peak(step):
+    """The allocator's peak above what was there, while `step` runs."""
+    gc.collect()
+    before = allocated()
+    core.host_memory_stat_reset_peak_value("Allocated", 0)
+    step()
+    return core.host_memory_stat_peak_value("Allocated", 0) - before
+
+
+def run_python(code, **environment):
+    """Run a program of its own. Returns the finished process."""
+    import os
+
+    prelude = "import warnings; warnings.simplefilter('ignore')\n"
+    return subprocess.run(
+        [sys.executable, "-c", prelude + code],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", **environment},
+    )
