@@ -13,7 +13,7 @@ from paramproxy._tree import alias, copy_attributes
 from paramproxy._view import Handover, make_leaf
 
 
-__all__ = ["Operand", "as_intermediates", "with_own_header"]
+__all__ = ["Operand", "as_intermediates", "as_roots", "with_own_header"]
 
 
 @attrs.define(eq=False)
@@ -42,13 +42,14 @@ class Operand:
 
     @classmethod
     def of(cls, tensor: Any, where: str) -> Operand:
+        pointer = _pointer(tensor)
         return cls(
             where=where,
             parameter=tensor if isinstance(tensor, EagerParamBase) else None,
             stop_gradient=tensor.stop_gradient,
             is_leaf=tensor.is_leaf,
-            version=tensor._inplace_version(),
-            pointer=_pointer(tensor),
+            version=0 if pointer is None else tensor._inplace_version(),
+            pointer=pointer,
         )
 
     def keep(self, tensor: Any, offload: bool) -> Any:
@@ -80,11 +81,14 @@ class Operand:
 
     def was_changed(self, tensor: Any) -> bool:
         """Whether the storage recorded here was written since."""
-        return tensor._inplace_version() != self.version and _pointer(tensor) == self.pointer
+        if self.pointer is None or _pointer(tensor) != self.pointer:
+            return False
+        return bool(tensor._inplace_version() != self.version)
 
     def accept(self, tensor: Any) -> None:
         """Take the tensor's present value for the recorded one."""
-        self.version = tensor._inplace_version()
+        if self.pointer is not None and _pointer(tensor) == self.pointer:
+            self.version = tensor._inplace_version()
 
     def __str__(self) -> str:
         if self.parameter is None:
@@ -92,14 +96,26 @@ class Operand:
         return f"{self.where} parameter {self.parameter.name!r}".lstrip()
 
 
-class _Intermediates(PyLayer):  # type: ignore[misc]
+class _Relay(PyLayer):  # type: ignore[misc]
+    """The same tensors, one node further from the leaves."""
+
     @staticmethod
-    def forward(ctx: Any, *leaves: Any) -> tuple[Any, ...]:
-        return tuple(with_own_header(leaf.detach()) for leaf in leaves)
+    def forward(ctx: Any, *tensors: Any) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(with_own_header(tensor.detach()) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:
         return gradients
+
+
+def as_roots(tensors: list[Any]) -> list[Any]:
+    """The tensors, none of which is on the way to another.
+
+    Paddle can't start a backward from both a tensor and one computed from it:
+    "Unable to find next node in the GradTensorHolder" (2.6.2 to 3.3.1).
+    """
+    return list(_Relay.apply(*tensors)) if len(tensors) > 1 else tensors
 
 
 def as_intermediates(operands: list[Operand], leaves: list[Any]) -> list[Any]:
@@ -116,14 +132,14 @@ def as_intermediates(operands: list[Operand], leaves: list[Any]) -> list[Any]:
     if not inner:
         return leaves
     standins = list(leaves)
-    for index, tensor in zip(inner, _Intermediates.apply(*(leaves[index] for index in inner))):
+    for index, tensor in zip(inner, _Relay.apply(*(leaves[index] for index in inner))):
         copy_attributes(leaves[index], tensor)
         standins[index] = tensor
     return standins
 
 
 def with_own_header(tensor: Any) -> Any:
-    """The same storage and version counter under a tensor header of its own.
+    """The same storage and version counter under a header of its own.
 
     `detach` shares the header too, and a PyLayer takes an output on the header
     of an input for an in-place change of that input.

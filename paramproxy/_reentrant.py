@@ -24,7 +24,7 @@ from paddle.autograd import PyLayer
 from paramproxy._ambient import final_hooks_kept
 from paramproxy._call import Result
 from paramproxy._compat import EagerParamBase, Tensor, is_made_by_no_op
-from paramproxy._operand import with_own_header
+from paramproxy._operand import as_roots, with_own_header
 from paramproxy._region import Region, is_differentiable
 from paramproxy._tree import alias, copy_attributes, unflatten
 from paramproxy.exceptions import RetainGraphWarning, UnsupportedError
@@ -104,8 +104,11 @@ class _Reentrant(PyLayer):  # type: ignore[misc]
             if grad is not None and not replay.result.leaves[position].stop_gradient
         ]
         if pairs:
+            outputs, gradients = map(list, zip(*pairs))
+            with paddle.set_grad_enabled(True):
+                roots = as_roots(outputs)
             with final_hooks_kept():
-                paddle.autograd.backward(*map(list, zip(*pairs)))
+                paddle.autograd.backward(roots, gradients)
         return tuple(replay.gradients()) or (None,)  # (None,): for the dummy
 
 

@@ -232,9 +232,11 @@ class Region:
             raise MutationError(msg)
 
     def _rebound(self, standins: list[Any]) -> Any:
+        """The function, reading stand-ins for what it captures, where that makes a difference."""
         replaced = {
             id(tensor): standins[index]
             for (_, tensor), index in zip(self.captured.tensors, self.captured_operands)
+            if not tensor.stop_gradient or not tensor._is_initialized()
         }
         return Rebinder(self.captured.cells, replaced).rebind(self.function)
 

@@ -39,7 +39,7 @@ def values(x):
     return None if x is None else x.numpy().tolist()
 
 
-def plain(function, *args, **kwargs):
+def plain(function, /, *args, **kwargs):
     """What recompute is compared with: the call itself, without its options."""
     for option in ("use_reentrant", "preserve_rng_state", "offload_indices"):
         kwargs.pop(option, None)
