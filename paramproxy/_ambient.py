@@ -23,7 +23,7 @@ from paramproxy._compat import (
 )
 
 
-__all__ = ["Ambient", "final_hooks_kept"]
+__all__ = ["Ambient", "final_hooks_kept", "streams_kept"]
 
 
 @attrs.frozen
@@ -135,6 +135,16 @@ class Ambient:
         finally:
             if self.random is not None:
                 self.random.restore()
+
+
+@contextlib.contextmanager
+def streams_kept() -> Iterator[None]:
+    """Put every random stream back to where it is now."""
+    now = RandomState.capture()
+    try:
+        yield
+    finally:
+        now.restore()
 
 
 @contextlib.contextmanager

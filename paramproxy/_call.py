@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -68,9 +69,11 @@ class Call:
                 self.leaves[position] = None
         self.args, self.kwargs, self.tensors = (), {}, []
 
-    def filled(self, tensors: list[Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """New args and kwargs with these tensors in the places of the old."""
-        leaves = self.leaves.copy()
+    def filled(
+        self, tensors: list[Any], rebind: Callable[[Any], Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """New args and kwargs: these tensors in the places of the old, the rest rebound."""
+        leaves = [rebind(leaf) for leaf in self.leaves]
         for tensor, places in zip(tensors, self.places):
             for position in places:
                 leaves[position] = tensor

@@ -1,4 +1,4 @@
-"""What a function reads besides its arguments: closures, partials, layers.
+"""What a function reads besides its arguments: closures, partials, layers, globals.
 
 A replay happens long after the first run. In between a loop variable in a
 closure moves on, a pipeline schedule frees an activation, an optimizer writes
@@ -8,25 +8,43 @@ what was changed.
 
 from __future__ import annotations
 
-import dis
 import functools
 import types
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import attrs
 import paddle
 
-from paramproxy._compat import EagerParamBase, Tensor
+from paramproxy._code import assigned_names, attribute_names, global_names
+from paramproxy._compat import EagerParamBase, StaticFunction, Tensor
 from paramproxy._view import unwrap
 
 
-__all__ = ["Captured", "function_name", "look_into"]
+__all__ = ["Captured", "Fixed", "function_name"]
 
 # A list or dict with more entries than this is data, not a handful of
 # activations, and is not searched at every call.
 LARGEST_CONTAINER = 256
 
-_EMPTY = object()
+EMPTY = object()
+"""What a cell holds whose variable is not assigned yet."""
+
+
+@attrs.frozen(eq=False)
+class Fixed:
+    """A captured tensor that sits where no stand-in can replace it.
+
+    Attributes:
+        where: The words that name it.
+        tensor: The tensor.
+        is_read: Whether the function's own code names it. If not, it only may
+            be read, and a change of it proves nothing.
+    """
+
+    where: str
+    tensor: Any
+    is_read: bool
 
 
 @attrs.define(eq=False)
@@ -36,140 +54,177 @@ class Captured:
     Attributes:
         tensors: Captured tensors that are not parameters, each with the words
             that name it. They can be replaced in the replay.
-        fixed: The same for those that sit where nothing can be replaced: a
-            global name, an attribute of a callable object.
+        fixed: Those that can't: behind a global name or an attribute.
         parameters: Captured trainable parameters.
         cells: Every closure cell that was seen, with its content.
+        has_static: Whether a function made by `to_static` was seen. Called for
+            the first time under no_grad, it never records a gradient again.
     """
 
     tensors: list[tuple[str, Any]] = attrs.field(factory=list)
-    fixed: list[tuple[str, Any]] = attrs.field(factory=list)
+    fixed: list[Fixed] = attrs.field(factory=list)
     parameters: list[Any] = attrs.field(factory=list)
     cells: dict[int, tuple[types.CellType, Any]] = attrs.field(factory=dict)
+    has_static: bool = False
     _seen: set[int] = attrs.field(factory=set)
 
-    def add(self, value: Any, where: str, found: list[tuple[str, Any]]) -> None:
+    @classmethod
+    def by(cls, function: Any, arguments: Iterable[Any]) -> Captured:
+        """What `function` captures, and what callables and layers among its arguments do."""
+        captured = cls()
+        captured.add(function, "the function")
+        for argument in arguments:
+            if type(argument) in _CALLABLES or isinstance(argument, paddle.nn.Layer):
+                captured.add(argument, "an argument")
+        return captured
+
+    def add(self, value: Any, where: str) -> None:
         """Note `value`, or what is in it, under the name `where`."""
         kind = type(value)
-        if kind in _UNINTERESTING or id(value) in self._seen:
+        if kind in _CONSTANTS or id(value) in self._seen:
             return
         self._seen.add(id(value))
         handler = _HANDLERS.get(kind)
         if handler is not None:
-            handler(self, value, where, found)
+            handler(self, value, where)
         elif isinstance(unwrap(value), Tensor):
-            self._add_tensor(unwrap(value), where, found)
+            self._add_tensor(unwrap(value), where)
         elif isinstance(value, paddle.nn.Layer):
             self._add_layer(value)
+        elif isinstance(value, StaticFunction):
+            self._add_static(value)
+        else:
+            self._add_object(value)
 
-    def _add_tensor(self, tensor: Any, where: str, found: list[tuple[str, Any]]) -> None:
-        if not isinstance(tensor, EagerParamBase):
-            found.append((where, tensor))
-        elif not tensor.stop_gradient:
-            # A frozen one may be written by the function itself: the running
-            # statistics of Paddle's BatchNorm are parameters.
-            self.parameters.append(tensor)
+    def _add_tensor(self, tensor: Any, where: str) -> None:
+        if isinstance(tensor, EagerParamBase):
+            self._add_parameter(tensor)
+        else:
+            self.tensors.append((where, tensor))
 
-    def _add_layer(self, layer: Any) -> None:
-        for param in layer._parameters.values():
-            if param is not None and not param.stop_gradient:
-                self.parameters.append(param)
-        for sublayer in layer._sub_layers.values():
-            if sublayer is not None and id(sublayer) not in self._seen:
+    def _add_parameter(self, param: Any) -> None:
+        # A frozen one may be written by the function itself: the running
+        # statistics of Paddle's BatchNorm are parameters.
+        if not param.stop_gradient:
+            self.parameters.append(param)
+
+    def _add_fixed(self, value: Any, where: str, *, is_read: bool) -> None:
+        """Note the tensor, or the few tensors, behind a global name or an attribute."""
+        inside = _few_items(value)
+        for key, item in inside if inside is not None else ((None, value),):
+            tensor = unwrap(item)
+            if not isinstance(tensor, Tensor):
+                continue
+            if isinstance(tensor, EagerParamBase):
+                if is_read:
+                    self._add_parameter(tensor)
+            elif id(tensor) not in self._seen:
+                self._seen.add(id(tensor))
+                name = where if key is None else f"{where}[{key!r}]"
+                self.fixed.append(Fixed(name, tensor, is_read))
+
+    def _add_layer(self, layer: Any, names: frozenset[str] | None = None) -> None:
+        """A layer's weights and the tensors it keeps; only those under `names`, if given."""
+        for name, param in layer._parameters.items():
+            if param is not None and (names is None or name in names):
+                self._add_parameter(param)
+        # Paddle makes a buffer of a tensor that is assigned to a layer, also of
+        # an activation. Real buffers need no gradient.
+        for name, buffer in layer._buffers.items():
+            if buffer is not None and not buffer.stop_gradient:
+                self._add_fixed(
+                    buffer, f"attribute {name!r}", is_read=bool(names and name in names)
+                )
+        for name, value in vars(layer).items():
+            if type(value) in _CONSTANTS or name.startswith("_"):
+                continue
+            if isinstance(value, StaticFunction):
+                self.has_static = True
+            else:
+                self._add_fixed(value, f"attribute {name!r}", is_read=bool(names and name in names))
+        for name, sublayer in layer._sub_layers.items():
+            wanted = sublayer is not None and (names is None or name in names)
+            if wanted and id(sublayer) not in self._seen:
                 self._seen.add(id(sublayer))
                 self._add_layer(sublayer)
 
-    def _add_function(self, function: Any, where: str, found: list[tuple[str, Any]]) -> None:
+    def _add_static(self, static: Any) -> None:
+        self.has_static = True
+        self.add(getattr(static, "_class_instance", None), "")
+
+    def _add_object(self, value: Any, names: frozenset[str] = frozenset()) -> None:
+        """Any other object: the tensors in its attributes, or the items of a container."""
+        inside = _few_items(value)
+        if inside is None:
+            attributes = getattr(value, "__dict__", {})
+            inside = attributes.items() if len(attributes) <= LARGEST_CONTAINER else ()
+        for key, item in inside:
+            if type(item) not in _CONSTANTS:
+                self._add_fixed(item, f"attribute {key!r}", is_read=key in names)
+                if type(item) in _CALLABLES:
+                    self.add(item, f"attribute {key!r}")
+
+    def _add_function(self, function: Any, where: str) -> None:
         code = function.__code__
         for name, cell in zip(code.co_freevars, function.__closure__ or ()):
-            content = _content(cell)
+            content = cell_content(cell)
             self.cells[id(cell)] = (cell, content)
-            self.add(content, f"closure variable {name!r}", found)
+            self.add(content, f"closure variable {name!r}")
         for default in function.__defaults__ or ():
-            self.add(default, f"a default of {function.__name__!r}", found)
+            self.add(default, f"a default of {function.__name__!r}")
         for name, default in (function.__kwdefaults__ or {}).items():
-            self.add(default, f"the default of {name!r}", found)
-
-    def _add_method(self, method: Any, where: str, found: list[tuple[str, Any]]) -> None:
-        self.add(method.__func__, where, found)
-        self._add_owner(method.__self__)
-
-    def _add_partial(self, partial: Any, where: str, found: list[tuple[str, Any]]) -> None:
-        self.add(partial.func, where, found)
-        for position, value in enumerate(partial.args):
-            self.add(value, f"argument {position} of a partial", found)
-        for name, value in partial.keywords.items():
-            self.add(value, f"keyword {name!r} of a partial", found)
-
-    def _add_items(self, items: Any, where: str, found: list[tuple[str, Any]]) -> None:
-        if len(items) <= LARGEST_CONTAINER:
-            pairs = items.items() if isinstance(items, dict) else enumerate(items)
-            for key, value in pairs:
-                self.add(value, f"{where}[{key!r}]", found)
-
-    def _add_owner(self, owner: Any) -> None:
-        """The object a method is bound to, or a callable object."""
-        if isinstance(owner, paddle.nn.Layer):
-            self.add(owner, "", self.fixed)
-            return
-        for name, value in getattr(owner, "__dict__", {}).items():
-            self.add(value, f"attribute {name!r}", self.fixed)
-
-    def add_globals(self, function: Any) -> None:
-        """The global tensors and layers that the function's own code names."""
+            self.add(default, f"the default of {name!r}")
         scope = function.__globals__
-        for name in _globals_read(function.__code__):
+        for name in global_names(code):
             value = scope.get(name)
-            if isinstance(value, (Tensor, paddle.nn.Layer)):
-                self.add(value, f"global variable {name!r}", self.fixed)
+            if isinstance(value, paddle.nn.Layer):
+                self.add(value, f"global variable {name!r}")
+            elif isinstance(unwrap(value), Tensor):
+                self._add_fixed(value, f"global variable {name!r}", is_read=True)
+
+    def _add_method(self, method: Any, where: str) -> None:
+        function, owner = method.__func__, method.__self__
+        self.add(function, where)
+        if isinstance(unwrap(owner), Tensor) or isinstance(owner, type):
+            self.add(owner, where)
+        elif isinstance(function, types.FunctionType) and id(owner) not in self._seen:
+            names = attribute_names(function.__code__, type(owner))
+            if isinstance(owner, paddle.nn.Layer):
+                self._add_layer(owner, names)
+            else:
+                self._add_object(owner, names)
+
+    def _add_builtin_method(self, method: Any, where: str) -> None:
+        if isinstance(method.__self__, Tensor):
+            self.add(method.__self__, where)
+
+    def _add_partial(self, partial: Any, where: str) -> None:
+        self.add(partial.func, where)
+        for position, value in enumerate(partial.args):
+            self.add(value, f"argument {position} of a partial")
+        for name, value in partial.keywords.items():
+            self.add(value, f"keyword {name!r} of a partial")
+
+    def _add_items(self, items: Any, where: str) -> None:
+        for key, value in _few_items(items) or ():
+            self.add(value, f"{where}[{key!r}]")
 
 
-_UNINTERESTING = frozenset(
-    (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType)
+_CONSTANTS = frozenset(
+    (type(None), bool, int, float, complex, str, bytes, type, types.ModuleType, type(EMPTY))
 )
-_HANDLERS: dict[type, Any] = {
+_CALLABLES: dict[type, Any] = {
     types.FunctionType: Captured._add_function,
     types.MethodType: Captured._add_method,
+    types.BuiltinMethodType: Captured._add_builtin_method,
     functools.partial: Captured._add_partial,
+}
+_HANDLERS: dict[type, Any] = {
+    **_CALLABLES,
     list: Captured._add_items,
     tuple: Captured._add_items,
     dict: Captured._add_items,
 }
-
-
-def look_into(function: Any) -> Captured:
-    """Everything that `function` captures and that can be seen from outside."""
-    captured = Captured()
-    kind = type(function)
-    if kind in _HANDLERS or isinstance(function, paddle.nn.Layer):
-        captured.add(function, "the function", captured.tensors)
-    else:
-        captured._add_owner(function)
-    plain = unwrapped_function(function)
-    if plain is not None:
-        captured.add_globals(plain)
-    return captured
-
-
-def unwrapped_function(function: Any) -> Any:
-    """The Python function behind partials and bound methods, or None."""
-    while True:
-        if isinstance(function, functools.partial):
-            function = function.func
-        elif isinstance(function, types.MethodType):
-            function = function.__func__
-        else:
-            return function if isinstance(function, types.FunctionType) else None
-
-
-def function_name(function: Any) -> str:
-    """How an error names the function: qualified name, file and line if it has them."""
-    plain = unwrapped_function(function)
-    if plain is None:
-        name = getattr(function, "__qualname__", None)
-        return f"{name or type(function).__name__!s}"
-    code = plain.__code__
-    return f"{plain.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
 
 
 @attrs.define(eq=False)
@@ -187,64 +242,72 @@ class Rebinder:
 
     def rebind(self, value: Any) -> Any:
         """`value` with every captured tensor replaced; itself where nothing is."""
-        standin = self.standins.get(id(value), _EMPTY)
-        if standin is not _EMPTY:
+        standin = self.standins.get(id(value), EMPTY)
+        if standin is not EMPTY:
             return standin
         rebinder = _REBINDERS.get(type(value))
         if rebinder is None:
             return value
         if id(value) not in self._done:
-            self._done[id(value)] = value  # a function that holds itself
             self._done[id(value)] = rebinder(self, value)
         return self._done[id(value)]
 
     def _function(self, function: types.FunctionType) -> Any:
+        """The function on new cells, each with what the first run found in it.
+
+        A variable that the function itself assigns (`nonlocal`) is its own
+        business, and keeps its cell.
+        """
         old = function.__closure__ or ()
-        names = function.__code__.co_freevars
-        cells = tuple(self._cell(function, name, cell) for name, cell in zip(names, old))
-        defaults = self._same_or(function.__defaults__)
-        keyword_defaults = self._same_or(function.__kwdefaults__)
+        own = assigned_names(function.__code__)
+        new = tuple(
+            cell if name in own or cell_content(cell) is EMPTY else types.CellType()
+            for name, cell in zip(function.__code__.co_freevars, old)
+        )
+        rebound = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, None, new or None
+        )
+        self._done[id(function)] = rebound  # for a function that captures itself
+        changed = [self._fill(new_cell, cell) for new_cell, cell in zip(new, old)]
+        rebound.__defaults__ = self._items(function.__defaults__)
+        rebound.__kwdefaults__ = self._items(function.__kwdefaults__)
         if (
-            all(map(_is, cells, old))
-            and defaults is function.__defaults__
-            and keyword_defaults is function.__kwdefaults__
+            not any(changed)
+            and rebound.__defaults__ is function.__defaults__
+            and rebound.__kwdefaults__ is function.__kwdefaults__
         ):
             return function
-        rebound = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, defaults, cells or None
-        )
-        rebound.__kwdefaults__ = keyword_defaults
         rebound.__dict__.update(function.__dict__)
         rebound.__qualname__ = function.__qualname__
         return rebound
 
-    def _cell(self, function: Any, name: str, cell: types.CellType) -> types.CellType:
-        """A cell with what the first run found in it.
-
-        A variable that the function itself assigns (`nonlocal`) is its own
-        business: it keeps its cell.
-        """
-        now = _content(cell)
-        _, content = self.cells.get(id(cell), (cell, now))
-        rebound = self.rebind(content)
-        if rebound is now or rebound is _EMPTY or name in _assigned(function.__code__):
-            return cell
-        return types.CellType(rebound)
+    def _fill(self, new: types.CellType, old: types.CellType) -> bool:
+        if new is old:
+            return False
+        now = old.cell_contents
+        _, content = self.cells.get(id(old), (old, now))
+        new.cell_contents = self.rebind(content)
+        return new.cell_contents is not now
 
     def _method(self, method: Any) -> Any:
-        function = self.rebind(method.__func__)
-        if function is method.__func__:
+        function, owner = self.rebind(method.__func__), method.__self__
+        standin = self.standins.get(id(owner), owner)
+        if function is method.__func__ and standin is owner:
             return method
-        return types.MethodType(function, method.__self__)
+        return types.MethodType(function, standin)
+
+    def _builtin_method(self, method: Any) -> Any:
+        standin = self.standins.get(id(method.__self__))
+        return method if standin is None else getattr(standin, method.__name__)
 
     def _partial(self, partial: Any) -> Any:
         function = self.rebind(partial.func)
-        args, keywords = self._same_or(partial.args), self._same_or(partial.keywords)
+        args, keywords = self._items(partial.args), self._items(partial.keywords)
         if function is partial.func and args is partial.args and keywords is partial.keywords:
             return partial
         return functools.partial(function, *args, **keywords)
 
-    def _same_or(self, items: Any) -> Any:
+    def _items(self, items: Any) -> Any:
         """The container with its entries rebound; itself where none changed."""
         if not items or len(items) > LARGEST_CONTAINER:
             return items
@@ -253,7 +316,7 @@ class Rebinder:
             changed = any(new[key] is not value for key, value in items.items())
             return new if changed else items
         rebound = [self.rebind(value) for value in items]
-        if all(map(_is, rebound, items)):
+        if all(one is other for one, other in zip(rebound, items)):
             return items
         return type(items)(rebound)
 
@@ -261,42 +324,39 @@ class Rebinder:
 _REBINDERS: dict[type, Any] = {
     types.FunctionType: Rebinder._function,
     types.MethodType: Rebinder._method,
+    types.BuiltinMethodType: Rebinder._builtin_method,
     functools.partial: Rebinder._partial,
-    list: Rebinder._same_or,
-    tuple: Rebinder._same_or,
-    dict: Rebinder._same_or,
+    list: Rebinder._items,
+    tuple: Rebinder._items,
+    dict: Rebinder._items,
 }
 
 
-def _is(one: object, other: object) -> bool:
-    return one is other
+def function_name(function: Any) -> str:
+    """How an error names a function: qualified name, file and line if it has them."""
+    while not isinstance(function, types.FunctionType):
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif isinstance(function, types.MethodType):
+            function = function.__func__
+        else:
+            return getattr(function, "__qualname__", None) or type(function).__name__
+    code = function.__code__
+    return f"{function.__qualname__} ({code.co_filename}:{code.co_firstlineno})"
 
 
-def _content(cell: types.CellType) -> Any:
+def cell_content(cell: types.CellType) -> Any:
+    """What is in a closure cell, or `EMPTY`."""
     try:
         return cell.cell_contents
-    except ValueError:  # the variable is not assigned yet
-        return _EMPTY
+    except ValueError:
+        return EMPTY
 
 
-@functools.lru_cache(maxsize=4096)
-def _assigned(code: types.CodeType) -> frozenset[str]:
-    """The outer variables that this code, or a function inside it, assigns."""
-    names = _names(code, ("STORE_DEREF", "DELETE_DEREF")) & set(code.co_freevars)
-    return names.union(*(_assigned(part) for part in _inner_codes(code)))
-
-
-@functools.lru_cache(maxsize=4096)
-def _globals_read(code: types.CodeType) -> frozenset[str]:
-    """The global names that this code, or a function inside it, reads."""
-    names = _names(code, ("LOAD_GLOBAL", "LOAD_NAME"))
-    return names.union(*(_globals_read(part) for part in _inner_codes(code)))
-
-
-def _names(code: types.CodeType, operations: tuple[str, ...]) -> frozenset[str]:
-    steps = dis.get_instructions(code)
-    return frozenset(step.argval for step in steps if step.opname in operations)
-
-
-def _inner_codes(code: types.CodeType) -> list[types.CodeType]:
-    return [const for const in code.co_consts if isinstance(const, types.CodeType)]
+def _few_items(value: Any) -> Iterable[tuple[Any, Any]] | None:
+    """The items of a small container, by key; None for anything else."""
+    if isinstance(value, Mapping):
+        return value.items() if len(value) <= LARGEST_CONTAINER else ()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return enumerate(value) if len(value) <= LARGEST_CONTAINER else ()
+    return None

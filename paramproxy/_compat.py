@@ -6,12 +6,14 @@ a change to this room only.
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 
 try:
@@ -31,6 +33,7 @@ from paddle.base.framework import EagerParamBase, _dygraph_tracer
 from paddle.distributed.fleet.meta_parallel.parallel_layers.random import (
     get_rng_state_tracker,
 )
+from paddle.jit.dy2static.program_translator import StaticFunction
 
 
 __all__ = [
@@ -38,6 +41,7 @@ __all__ = [
     "TENSORS_HAVE_ATTRIBUTES",
     "TENSORS_REDUCE",
     "EagerParamBase",
+    "StaticFunction",
     "Tensor",
     "amp_module",
     "core",
@@ -50,7 +54,12 @@ __all__ = [
     "paddle_version",
     "set_eval_frame",
     "tracer",
+    "untraced",
+    "with_own_header",
 ]
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 Tensor: Any = core.eager.Tensor
 """The C type that every kernel checks for."""
@@ -107,6 +116,16 @@ def is_made_by_no_op(tensor: Any) -> bool:
     return name.startswith(("eager_in_tmp", "generated_tensor")) and not tensor._inplace_version()
 
 
+def with_own_header(tensor: Any) -> Any:
+    """The same storage and version counter under a header of its own, by a recorded op.
+
+    `detach` shares the header too, and a PyLayer takes an output on the header
+    of an input for an in-place change of that input. `tensor.reshape` returns
+    the tensor itself where the shape is the same; the op does not.
+    """
+    return paddle._C_ops.reshape(tensor, tensor.shape)
+
+
 def custom_state_manager() -> Any:
     """Paddle's registry for a user's own random state, or None where it has none (2.6)."""
     return getattr(paddle_recompute(), "custom_state_manager", None)
@@ -116,6 +135,20 @@ def custom_state_manager() -> Any:
 # traces bytecode, and returns the old one. Its tracer, which cannot look into
 # it, ends its graph where it is called.
 set_eval_frame: Any = core.set_eval_frame
+
+
+def untraced(function: Callable[P, R]) -> Callable[P, R]:
+    """`function`, during which no frame, of ours or of what it calls, is traced."""
+
+    @functools.wraps(function)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        old = set_eval_frame(None)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            set_eval_frame(old)
+
+    return wrapper
 
 
 def keep_out_of_to_static(module: Any) -> None:

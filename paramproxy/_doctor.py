@@ -34,6 +34,7 @@ Run = Callable[..., Any]
 # One row may not keep the others waiting for ever.
 SECONDS_PER_ENGINE = 300
 REPEATS = 3
+WORKER = "from paramproxy import _doctor; _doctor.work({engine!r}, {start})"
 
 
 class FusedMatmul(paddle.autograd.PyLayer):  # type: ignore[misc]
@@ -187,7 +188,7 @@ def _outcomes(engine: str) -> Iterator[Outcome]:
     """One outcome a row, in a new subprocess after each row that ended one."""
     done = 0
     while done < len(ROWS):
-        code = f"from paramproxy import _doctor; _doctor.work({engine!r}, {done})"
+        code = WORKER.format(engine=engine, start=done)
         command = [sys.executable, "-W", "ignore", "-c", code]
         try:
             process = subprocess.run(

@@ -8,12 +8,12 @@ import attrs
 import paddle
 from paddle.autograd import PyLayer
 
-from paramproxy._compat import EagerParamBase, core
+from paramproxy._compat import EagerParamBase, core, with_own_header
 from paramproxy._tree import alias, copy_attributes
-from paramproxy._view import Handover, make_leaf
+from paramproxy._view import Handover, make_leaf, set_flag
 
 
-__all__ = ["Operand", "as_intermediates", "as_roots", "with_own_header"]
+__all__ = ["Operand", "as_intermediates", "as_roots", "to_host"]
 
 
 @attrs.define(eq=False)
@@ -58,16 +58,18 @@ class Operand:
         if not offload or not _on_device(tensor):
             return kept
         self.place = tensor.place
-        host = kept.pin_memory() if core.is_compiled_with_cuda() else kept.cpu()
+        host = to_host(kept)
         host.stop_gradient = self.stop_gradient
         return host
 
     def standin(self, kept: Any, handover: Handover) -> Any:
         """What the replay gets: a leaf of the parameter, or what was kept."""
         if self.parameter is not None:
-            return make_leaf(self.parameter, handover)
+            standin = make_leaf(self.parameter, handover)
+            set_flag(standin, self.stop_gradient)
+            return standin
         if self.place is not None:
-            kept = kept.to(self.place, blocking=True)
+            kept = kept._copy_to(self.place, True)
         kept.stop_gradient = self.stop_gradient
         return kept
 
@@ -113,9 +115,11 @@ def as_roots(tensors: list[Any]) -> list[Any]:
     """The tensors, none of which is on the way to another.
 
     Paddle can't start a backward from both a tensor and one computed from it:
-    "Unable to find next node in the GradTensorHolder" (2.6.2 to 3.3.1).
+    "Unable to find next node in the GradTensorHolder" (2.6.2 and 3.0.0).
     """
-    return list(_Relay.apply(*tensors)) if len(tensors) > 1 else tensors
+    if len(tensors) == 1 or not all(tensor.is_dense() for tensor in tensors):
+        return tensors
+    return list(_Relay.apply(*tensors))
 
 
 def as_intermediates(operands: list[Operand], leaves: list[Any]) -> list[Any]:
@@ -124,32 +128,30 @@ def as_intermediates(operands: list[Operand], leaves: list[Any]) -> list[Any]:
     An identity PyLayer (`forward` returns its input) works in place, which
     Paddle refuses on a leaf that needs a gradient.
     """
+    standins = list(leaves)
     inner = [
         index
         for index, operand in enumerate(operands)
-        if operand.parameter is None and not operand.is_leaf and not operand.stop_gradient
+        if operand.parameter is None
+        and not (operand.is_leaf or operand.stop_gradient)
+        and leaves[index].is_dense()
     ]
-    if not inner:
-        return leaves
-    standins = list(leaves)
-    for index, tensor in zip(inner, _Relay.apply(*(leaves[index] for index in inner))):
-        copy_attributes(leaves[index], tensor)
-        standins[index] = tensor
+    if inner:
+        relayed = _Relay.apply(*(leaves[index] for index in inner))
+        for index, tensor in zip(inner, relayed):
+            copy_attributes(leaves[index], tensor)
+            standins[index] = tensor
     return standins
 
 
-def with_own_header(tensor: Any) -> Any:
-    """The same storage and version counter under a header of its own.
-
-    `detach` shares the header too, and a PyLayer takes an output on the header
-    of an input for an in-place change of that input.
-    """
-    return tensor.unsqueeze(0).squeeze(0)
+def to_host(tensor: Any) -> Any:
+    """A copy in host memory, pinned where the device can use that."""
+    return tensor.pin_memory() if core.is_compiled_with_cuda() else tensor.cpu()
 
 
 def _pointer(tensor: Any) -> int | None:
     if not tensor._is_initialized() or not tensor.is_dense():
-        return None
+        return None  # freed, empty or sparse
     return int(tensor.data_ptr())
 
 

@@ -12,7 +12,7 @@ import paddle
 from paramproxy import _reentrant
 from paramproxy._call import Call
 from paramproxy._captured import function_name
-from paramproxy._compat import mark_recomputed, set_eval_frame
+from paramproxy._compat import mark_recomputed, untraced
 from paramproxy._region import Region
 from paramproxy.exceptions import UnsupportedError
 
@@ -22,6 +22,7 @@ __all__ = ["recompute"]
 R = TypeVar("R")
 
 
+@untraced
 def recompute(
     function: Callable[..., R],
     /,
@@ -98,13 +99,8 @@ def recompute(
           for each. Pass it as an argument, and they are called once.
         - Buffers are written by both runs.
     """
-    # to_static's tracer must neither look into this nor into what it calls.
-    old = set_eval_frame(None)
-    try:
-        options = _Options(use_reentrant, preserve_rng_state, tuple(offload_indices))
-        return _recompute(function, args, kwargs, options)  # type: ignore[no-any-return]
-    finally:
-        set_eval_frame(old)
+    options = _Options(use_reentrant, preserve_rng_state, tuple(offload_indices))
+    return _recompute(function, args, kwargs, options)  # type: ignore[no-any-return]
 
 
 @attrs.frozen
@@ -151,7 +147,7 @@ def _offloaded(region: Region, indices: tuple[int | str, ...]) -> set[int]:
         warnings.warn(
             f"offload_indices names {region.name_operand(index)}, which stays where it is: "
             "a parameter is not an activation. Take it out of offload_indices.",
-            stacklevel=4,
+            stacklevel=5,
         )
     return offloaded
 

@@ -21,12 +21,12 @@ import attrs
 import paddle
 from paddle.autograd import PyLayer
 
-from paramproxy._ambient import final_hooks_kept
+from paramproxy._ambient import final_hooks_kept, streams_kept
 from paramproxy._call import Result
-from paramproxy._compat import EagerParamBase, Tensor, is_made_by_no_op
-from paramproxy._operand import as_roots, with_own_header
+from paramproxy._compat import EagerParamBase, Tensor, is_made_by_no_op, with_own_header
+from paramproxy._operand import as_roots
 from paramproxy._region import Region, is_differentiable
-from paramproxy._tree import alias, copy_attributes, unflatten
+from paramproxy._tree import copy_attributes, unflatten
 from paramproxy.exceptions import RetainGraphWarning, UnsupportedError
 
 
@@ -47,7 +47,8 @@ def run(region: Region, tensors: list[Any], offload: set[int]) -> Any:
     fresh = _fresh(region, result, tensors)
     if fresh and _may_be_cut_off(region, result, fresh):
         # A replay now tells. Its graph is dropped at once.
-        again = region.replay(kept).result.leaves
+        with streams_kept():
+            again = region.replay(kept).result.leaves
         fresh = [places for places in fresh if not again[places[0]].stop_gradient]
     if not fresh:
         return value
@@ -55,8 +56,10 @@ def run(region: Region, tensors: list[Any], offload: set[int]) -> Any:
     outputs = _outputs(region, [result.leaves[position] for position in positions])
     outputs = _Reentrant.apply(_FirstRun(region, kept, outputs, positions), *inputs)
     for output, places in zip(outputs, fresh):
+        # Paddle drops what a hook on a PyLayer's own output returns.
+        hookable = _with_own_header(output)
         for position in places:
-            result.leaves[position] = output
+            result.leaves[position] = hookable
     return unflatten(result.spec, result.leaves)
 
 
@@ -93,23 +96,31 @@ class _Reentrant(PyLayer):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *output_grads: Any) -> tuple[Any, ...]:
         region, ctx.region = ctx.region, None
-        _look_at_caller(region)
         kept = list(ctx.saved_tensor())
+        # Where a backward raises, Paddle never frees its context.
+        ctx.container = None
+        _look_at_caller(region)
         if all(grad is None for grad in output_grads):
-            return tuple(region.no_gradients(kept)) or (None,)
-        replay = region.replay(kept)
-        pairs = [
-            (replay.result.leaves[position], grad)
-            for position, grad in zip(ctx.positions, output_grads)
-            if grad is not None and not replay.result.leaves[position].stop_gradient
-        ]
-        if pairs:
-            outputs, gradients = map(list, zip(*pairs))
-            with paddle.set_grad_enabled(True):
-                roots = as_roots(outputs)
-            with final_hooks_kept():
-                paddle.autograd.backward(roots, gradients)
-        return tuple(replay.gradients()) or (None,)  # (None,): for the dummy
+            gradients = region.no_gradients(kept)
+        else:
+            gradients = _run_again(region, kept, dict(zip(ctx.positions, output_grads)))
+        return tuple(gradients) or (None,)  # (None,): for the dummy
+
+
+def _run_again(region: Region, kept: list[Any], output_grads: dict[int, Any]) -> list[Any]:
+    """The gradients of the operands, from those of the outputs that have one."""
+    replay = region.replay(kept)
+    used = {
+        position: grad
+        for position, grad in output_grads.items()
+        if grad is not None and not replay.result.leaves[position].stop_gradient
+    }
+    if used:
+        with paddle.set_grad_enabled(True):
+            roots = as_roots([replay.result.leaves[position] for position in used])
+        with final_hooks_kept():
+            paddle.autograd.backward(roots, list(used.values()))
+    return replay.gradients()
 
 
 def _dummy() -> Any:
@@ -127,18 +138,21 @@ def _fresh(region: Region, result: Result, tensors: list[Any]) -> list[list[int]
 
     Under no_grad whatever the function computed has stop_gradient=True. What
     has not is older than the region, or was made a leaf on purpose, and comes
-    back as itself. An intermediate that the caller passed in is the exception:
-    an identity PyLayer returns its input too, and only the replay can tell.
+    back as itself. Two exceptions, which only the replay can tell: an
+    intermediate that the caller passed in, since an identity PyLayer returns
+    its input too, and one that the function recorded for itself.
     """
-    passed_in = {id(tensor) for tensor in tensors if not tensor.stop_gradient}
-    existing = {id(tensor) for tensor in tensors if tensor.stop_gradient}
-    existing.update(id(tensor) for _, tensor, _ in region.fixed)
+    older = {id(tensor) for tensor in tensors if tensor.stop_gradient}
+    older.update(id(fixed.tensor) for _, fixed, _ in region.fixed)
     places: dict[int, list[int]] = {}
     for position, leaf in enumerate(result.leaves):
-        if not isinstance(leaf, Tensor) or isinstance(leaf, EagerParamBase):
+        if not isinstance(leaf, Tensor) or isinstance(leaf, EagerParamBase) or id(leaf) in older:
             continue
-        computed = leaf.stop_gradient and id(leaf) not in existing and is_differentiable(leaf)
-        if computed or (id(leaf) in passed_in and not leaf.is_leaf):
+        if leaf.stop_gradient:
+            may_need_one = not region.captured.has_static and is_differentiable(leaf)
+        else:
+            may_need_one = not leaf.is_leaf
+        if may_need_one:
             places.setdefault(id(leaf), []).append(position)
     return list(places.values())
 
@@ -154,13 +168,20 @@ def _outputs(region: Region, computed: list[Any]) -> tuple[Any, ...]:
     pointers = {operand.pointer for operand in region.operands if not operand.stop_gradient}
     outputs = []
     for tensor in computed:
-        output = alias(tensor)
-        output.stop_gradient = True
-        if output._is_initialized() and output.data_ptr() in pointers:
-            output = with_own_header(output)
-            copy_attributes(tensor, output)
+        output = tensor.detach()
+        if not output._is_initialized() or output.data_ptr() in pointers:
+            output = _with_own_header(output)
+        copy_attributes(tensor, output)
         outputs.append(output)
     return tuple(outputs)
+
+
+def _with_own_header(tensor: Any) -> Any:
+    if not tensor.is_dense():
+        return tensor
+    twin = with_own_header(tensor)
+    copy_attributes(tensor, twin)
+    return twin
 
 
 def _look_at_caller(region: Region) -> None:

@@ -24,20 +24,23 @@ import paddle
 
 from paramproxy._ambient import Ambient
 from paramproxy._call import Call, Metadata, Result
-from paramproxy._captured import Captured, Rebinder, function_name, look_into
-from paramproxy._compat import EagerParamBase
+from paramproxy._captured import Captured, Fixed, Rebinder, function_name
+from paramproxy._compat import EagerParamBase, Tensor
+from paramproxy._graph import reaches
+from paramproxy._hooks import hooks_registered_once
 from paramproxy._operand import Operand, as_intermediates
 from paramproxy._tree import alias, hidden_tensors
 from paramproxy._view import Handover, leaf_gradient
 from paramproxy.exceptions import (
     MutationError,
+    NoStorageError,
     ReplayError,
     ReplayMismatchError,
     UnsupportedError,
 )
 
 
-__all__ = ["Region", "Replay"]
+__all__ = ["Region", "Replay", "is_differentiable"]
 
 
 @attrs.define(eq=False)
@@ -82,7 +85,7 @@ class Region:
     captured: Captured
     operands: list[Operand]
     captured_operands: list[int]
-    fixed: list[tuple[Operand, Any, Any]]
+    fixed: list[tuple[Operand, Fixed, Any]]
     weights: list[Operand]
     ambient: Ambient
     metadata: Metadata = attrs.field(factory=list)
@@ -100,7 +103,7 @@ class Region:
     ) -> tuple[Region, list[Any]]:
         """Take down a call before its first run, and the tensors of its operands."""
         call = Call.of(args, kwargs)
-        captured = look_into(function)
+        captured = Captured.by(function, call.leaves)
         tensors = list(call.tensors)
         operands = [Operand.of(tensor, "") for tensor in tensors]
         indices = {id(tensor): index for index, tensor in enumerate(tensors)}
@@ -114,16 +117,16 @@ class Region:
             captured=captured,
             operands=operands,
             captured_operands=[indices[id(tensor)] for _, tensor in captured.tensors],
-            fixed=[(Operand.of(t, where), t, alias(t)) for where, t in captured.fixed],
+            fixed=[(Operand.of(f.tensor, f.where), f, alias(f.tensor)) for f in captured.fixed],
             weights=[Operand.of(weight, "captured") for weight in captured.parameters],
             ambient=Ambient.capture(preserve_rng_state),
         )
-        region._refuse_hidden_arguments()
+        region._refuse_arguments()
         return region, tensors
 
     def first_run(self, tensors: list[Any]) -> Any:
         """Call the function without recording, on the caller's own objects."""
-        with paddle.no_grad():
+        with paddle.set_grad_enabled(self.captured.has_static):
             value = self.function(*self.call.args, **self.call.kwargs)
         self._refuse_own_changes(tensors)
         self.call.release()
@@ -133,7 +136,7 @@ class Region:
         """Take down what the replay has to give again."""
         self.metadata = result.metadata
         for leaf in result.leaves:
-            if any(map(_needs_gradient, hidden_tensors(leaf))):
+            if any(map(_needs_gradient, hidden_tensors(leaf))) and not isinstance(leaf, Tensor):
                 msg = (
                     f"Cannot recompute {self.name}: it returns a {type(leaf).__name__} that holds "
                     "a tensor, and gradients could not reach it. Return the tensor itself, or "
@@ -141,16 +144,29 @@ class Region:
                 )
                 raise UnsupportedError(msg)
 
-    def _refuse_hidden_arguments(self) -> None:
+    def seems_constant(self) -> bool:
+        """Whether nothing that the function reads, as far as one can see, needs a gradient."""
+        if self.weights or not all(operand.stop_gradient for operand in self.operands):
+            return False
+        return all(operand.stop_gradient for operand, _, _ in self.fixed)
+
+    def _refuse_arguments(self) -> None:
         for position, leaf in enumerate(self.call.leaves):
+            if hasattr(type(leaf), "__next__"):
+                self._refuse_argument(
+                    position, "is an iterator, which the first run would use up. Pass a list"
+                )
             for tensor in hidden_tensors(leaf):
-                if not tensor.stop_gradient and not tensor.is_leaf:
-                    msg = (
-                        f"Cannot recompute {self.name}: {self.call.name_at(position)} is a "
-                        f"{type(leaf).__name__} that holds a tensor which needs a gradient. Pass "
-                        "the tensor itself, or register the class with optree."
+                if tensor is not leaf and not tensor.stop_gradient and not tensor.is_leaf:
+                    self._refuse_argument(
+                        position,
+                        f"is a {type(leaf).__name__} that holds a tensor which needs a gradient. "
+                        "Pass the tensor itself, or register the class with optree",
                     )
-                    raise UnsupportedError(msg)
+
+    def _refuse_argument(self, position: int, why: str) -> None:
+        msg = f"Cannot recompute {self.name}: {self.call.name_at(position)} {why}."
+        raise UnsupportedError(msg)
 
     def _refuse_own_changes(self, tensors: list[Any]) -> None:
         """Refuse a function that overwrites what its replay has to start from."""
@@ -161,8 +177,8 @@ class Region:
                 operand.accept(tensor)  # state that it keeps, as a layer keeps buffers
                 continue
             self._refuse_own_change(self.name_operand(index))
-        for operand, tensor, _ in self.fixed:
-            operand.accept(tensor)
+        for operand, fixed, _ in self.fixed:
+            operand.accept(fixed.tensor)
         for operand in self.weights:
             if operand.was_changed(operand.parameter):
                 self._refuse_own_change(str(operand))
@@ -184,45 +200,65 @@ class Region:
 
         Raises:
             MutationError: Something the function reads was changed in place.
+            NoStorageError: Something it reads was freed for good.
             ReplayError: The function raised.
             ReplayMismatchError: It gave other outputs than the first time.
+            UnsupportedError: It used an activation that nothing stands in for.
         """
         handover = Handover(replaying=True)
         standins = self._standins(kept, handover)
         with self.ambient.restored(), self._storage_lent():
             given = as_intermediates(self.operands, standins)
-            function = self._rebound(given)
-            args, kwargs = self.call.filled(given)
+            function, args, kwargs = self._rebound(given)
             try:
-                result = Result.of(function(*args, **kwargs))
+                with hooks_registered_once([*given, *self.captured.parameters]):
+                    result = Result.of(function(*args, **kwargs))
             except Exception as exc:
                 raise ReplayError(self._replay_error(exc)) from exc
         handover.replaying = False
         self._refuse_other_outputs(result.metadata)
+        self._refuse_outside_graph(result)
         return Replay(result, list(zip(self.operands, standins)), handover)
 
-    def seems_constant(self) -> bool:
-        """Whether nothing that the function reads, as far as one can see, needs a gradient."""
-        return not self.weights and all(
-            operand.stop_gradient
-            for operand in (*self.operands, *(operand for operand, _, _ in self.fixed))
-        )
+    def no_gradients(self, kept: list[Any]) -> list[Any]:
+        """What autograd takes where no output had a gradient, so nothing is rerun."""
+        pairs = zip(self.operands, self._tensors(kept))
+        return [o.no_gradient(tensor) for o, tensor in pairs if not o.stop_gradient]
+
+    def _tensors(self, kept: list[Any]) -> list[Any]:
+        """The tensor of each operand: a parameter itself, or what was kept."""
+        remaining = iter(kept)
+        return [
+            operand.parameter if operand.parameter is not None else next(remaining)
+            for operand in self.operands
+        ]
 
     def _standins(self, kept: list[Any], handover: Handover) -> list[Any]:
         """Compare everything the function reads, then make what it gets."""
         for operand in self.weights:
             self._refuse_change(operand, operand.parameter, str(operand))
-        for operand, _, twin in self.fixed:
-            self._refuse_change(operand, twin, operand.where)
-        remaining = iter(kept)
-        standins = []
-        for index, operand in enumerate(self.operands):
-            tensor = next(remaining) if operand.parameter is None else operand.parameter
+        for operand, fixed, twin in self.fixed:
+            if fixed.is_read:
+                self._refuse_change(operand, twin, operand.where)
+        tensors = self._tensors(kept)
+        for index, (operand, tensor) in enumerate(zip(self.operands, tensors)):
             self._refuse_change(operand, tensor, self.name_operand(index))
-            standins.append(operand.standin(tensor, handover))
-        return standins
+        return [o.standin(tensor, handover) for o, tensor in zip(self.operands, tensors)]
 
     def _refuse_change(self, operand: Operand, tensor: Any, what: str) -> None:
+        if not isinstance(tensor, Tensor):
+            msg = (
+                f"Cannot replay {self.name}: the unpack hook of saved_tensors_hooks around it gave "
+                f"a {type(tensor).__name__} for {what}. Paddle does not call it where the pack "
+                "hook returned a list or tuple: return another object there."
+            )
+            raise UnsupportedError(msg)
+        if operand.pointer and operand.parameter is None and not tensor._is_initialized():
+            msg = (
+                f"Cannot replay {self.name}: the data of {what} was freed for all its aliases "
+                "(_clear_data). Use _clear_dataptr, which lets go of one tensor."
+            )
+            raise NoStorageError(msg)
         if operand.was_changed(tensor):
             msg = (
                 f"Cannot replay {self.name}: {what} was changed in place after the first run "
@@ -231,34 +267,31 @@ class Region:
             )
             raise MutationError(msg)
 
-    def _rebound(self, standins: list[Any]) -> Any:
-        """The function, reading stand-ins for what it captures, where that makes a difference."""
+    def _rebound(self, standins: list[Any]) -> tuple[Any, Any, Any]:
+        """The function and its arguments, on stand-ins.
+
+        A captured tensor without a gradient stays itself, so that `is` holds,
+        unless it was freed.
+        """
         replaced = {
             id(tensor): standins[index]
             for (_, tensor), index in zip(self.captured.tensors, self.captured_operands)
             if not tensor.stop_gradient or not tensor._is_initialized()
         }
-        return Rebinder(self.captured.cells, replaced).rebind(self.function)
+        rebinder = Rebinder(self.captured.cells, replaced)
+        args, kwargs = self.call.filled(standins, rebinder.rebind)
+        return rebinder.rebind(self.function), args, kwargs
 
     @contextlib.contextmanager
     def _storage_lent(self) -> Iterator[None]:
-        freed = [(t, twin) for _, t, twin in self.fixed if not t._is_initialized()]
+        freed = [(f.tensor, twin) for _, f, twin in self.fixed if not f.tensor._is_initialized()]
         try:
             for tensor, twin in freed:
-                twin._share_buffer_to(tensor)
+                tensor._set_impl(twin)
             yield
         finally:
             for tensor, _ in freed:
                 tensor._clear_dataptr()
-
-    def no_gradients(self, kept: list[Any]) -> list[Any]:
-        """What autograd takes where no output had a gradient, so nothing is rerun."""
-        remaining = iter(kept)
-        tensors = [
-            o.parameter if o.parameter is not None else next(remaining) for o in self.operands
-        ]
-        pairs = zip(self.operands, tensors)
-        return [o.no_gradient(tensor) for o, tensor in pairs if not o.stop_gradient]
 
     def _refuse_other_outputs(self, metadata: Metadata) -> None:
         if metadata == self.metadata:
@@ -270,6 +303,25 @@ class Region:
             "or on a global that changes, and for random numbers from a stream of its own."
         )
         raise ReplayMismatchError(msg)
+
+    def _refuse_outside_graph(self, result: Result) -> None:
+        """Refuse to run backward through the caller's graph, which autograd will run itself.
+
+        The second time through an op of Paddle's raises, through a PyLayer it
+        crashes the interpreter.
+        """
+        outside = [
+            fixed
+            for operand, fixed, _ in self.fixed
+            if not (operand.is_leaf or operand.stop_gradient)
+        ]
+        for fixed in outside:
+            if reaches(result.leaves, fixed.tensor):
+                msg = (
+                    f"Cannot replay {self.name}: it uses {fixed.where}, an activation of the graph "
+                    "around it, and no stand-in can be put there. Pass it as an argument."
+                )
+                raise UnsupportedError(msg)
 
     def _replay_error(self, exc: Exception) -> str:
         what = "".join(traceback.format_exception_only(type(exc), exc)).strip()

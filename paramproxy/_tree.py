@@ -6,21 +6,21 @@ in the namespace `"paramproxy"`, is a container here too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import types
+from collections.abc import Mapping, ValuesView
 from typing import Any
 
-import attrs
 import optree
 import paddle
 
-from paramproxy._compat import TENSORS_HAVE_ATTRIBUTES, EagerParamBase, Tensor
+from paramproxy._compat import TENSORS_HAVE_ATTRIBUTES, EagerParamBase, Tensor, untraced
 from paramproxy._view import (
     Handover,
     ParamLeaf,
     ParamView,
-    leaf_gradient,
     make_leaf,
-    retire,
+    refuse_static_graph,
+    take_gradient,
     unwrap,
 )
 
@@ -29,9 +29,12 @@ __all__ = ["alias", "copy_attributes", "detach", "flatten", "grads", "hidden_ten
 
 NAMESPACE = "paramproxy"
 
-# Not searched for hidden tensors: constants; tensors, which are no leaves to
-# look into; layers, whose state is captured and not passed.
-_OPAQUE = (type(None), bool, int, float, complex, str, bytes, type, Tensor, paddle.nn.Layer)
+# Where hidden tensors are not searched for. What callables and layers hold is
+# captured, not passed.
+_CONSTANTS = (type(None), bool, int, float, complex, str, bytes, type, Tensor)
+_OPAQUE = (*_CONSTANTS, paddle.nn.Layer, types.FunctionType, types.MethodType, types.ModuleType)
+_SEARCH_DEPTH = 3
+_SEARCH_WIDTH = 64
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
@@ -62,6 +65,7 @@ def copy_attributes(tensor: Any, twin: Any) -> None:
         twin.__dict__.update(tensor.__dict__)
 
 
+@untraced
 def detach(tree: Any) -> Any:
     """The same tree, cut off from the graph, for checkpointing code of your own.
 
@@ -86,6 +90,7 @@ def detach(tree: Any) -> Any:
         >>> again is leaf, leaf.main_grad is w.main_grad, note
         (True, True, 'note')
     """
+    refuse_static_graph("detach")
     leaves, spec = flatten(tree)
     handover = Handover()
     twins: dict[int, Any] = {}
@@ -100,6 +105,7 @@ def detach(tree: Any) -> Any:
     return unflatten(spec, leaves)
 
 
+@untraced
 def grads(tree: Any) -> tuple[Any, ...]:
     """The gradients that a backward has left on the tensors of a detached tree.
 
@@ -132,24 +138,41 @@ def grads(tree: Any) -> tuple[Any, ...]:
         tensor = leaf.leaf if issubclass(type(leaf), ParamView) else leaf
         if not isinstance(tensor, Tensor):
             continue
-        found.append(None if id(tensor) in seen else leaf_gradient(tensor))
+        if isinstance(tensor, ParamLeaf):
+            found.append(take_gradient(tensor))
+        else:
+            found.append(None if id(tensor) in seen else tensor.grad)
         seen.add(id(tensor))
-        if type(tensor) is ParamLeaf:
-            retire(tensor)
     return tuple(found)
 
 
 def hidden_tensors(leaf: Any) -> list[Any]:
-    """The tensors right inside an object that optree takes for a leaf."""
+    """The tensors inside an object that optree takes for a leaf, a few levels down."""
     leaf = unwrap(leaf)
-    if isinstance(leaf, _OPAQUE):
+    if isinstance(leaf, _CONSTANTS):
         return []
-    if isinstance(leaf, Mapping):
-        inside = list(leaf.values())
-    elif isinstance(leaf, (list, tuple, set, frozenset)):
-        inside = list(leaf)
-    elif attrs.has(type(leaf)):
-        inside = [getattr(leaf, field.name, None) for field in attrs.fields(type(leaf))]
-    else:
-        inside = list(getattr(leaf, "__dict__", {}).values())
-    return [value for value in map(unwrap, inside) if isinstance(value, Tensor)]
+    found: list[Any] = []
+    _search(leaf, found, _SEARCH_DEPTH)
+    return found
+
+
+def _search(value: Any, found: list[Any], depth: int) -> None:
+    value = unwrap(value)
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif depth and not isinstance(value, _OPAQUE):
+        inside = _inside(value)
+        if len(inside) <= _SEARCH_WIDTH:
+            for inner in inside:
+                _search(inner, found, depth - 1)
+
+
+def _inside(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, (list, tuple, set, frozenset, ValuesView)):
+        return list(value)
+    slots = getattr(type(value), "__slots__", ())
+    slots = (slots,) if isinstance(slots, str) else slots
+    in_slots = [getattr(value, name, None) for name in slots if not name.startswith("__")]
+    return [*getattr(value, "__dict__", {}).values(), *in_slots]

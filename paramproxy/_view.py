@@ -11,6 +11,9 @@ its own.
 from __future__ import annotations
 
 import copy
+import functools
+import operator
+import threading
 from typing import Any, NoReturn
 
 import attrs
@@ -22,17 +25,24 @@ from paramproxy._compat import (
     EagerParamBase,
     Tensor,
 )
-from paramproxy.exceptions import InPlaceOperatorError, NoStorageError, NotAParameterError
+from paramproxy.exceptions import (
+    InPlaceOperatorError,
+    NoStorageError,
+    NotAParameterError,
+    UnsupportedError,
+)
 
 
 __all__ = [
     "Handover",
     "ParamLeaf",
     "ParamView",
+    "already_registered",
     "is_retired",
     "leaf_gradient",
     "make_leaf",
-    "retire",
+    "set_flag",
+    "take_gradient",
     "unwrap",
 ]
 
@@ -73,6 +83,7 @@ SHARED_STATE = frozenset({
     "_clear_data",
     "_clear_dataptr",
     "_clear_to_zero_allocation",
+    "_inplace_assign",
     "_set_impl",
     "data",
     "initialize",
@@ -90,7 +101,6 @@ IDENTITY = frozenset({"__dict__", "name", "persistable", "set_init_func"})
 # and version counter that both share.
 GRAPH = frozenset({
     "_bump_inplace_version",
-    "_inplace_assign",
     "_inplace_version",
     "_is_shared_buffer_with",
     "_is_shared_underline_tensor_with",
@@ -123,10 +133,17 @@ class Handover:
         done: The gradients were collected. From here on the leaves are retired
             and a gradient value is the parameter's: Paddle's zero-bubble
             `WeightGradStore` computes it only now.
+        taken: The leaves, by id, whose gradient was collected.
     """
 
     replaying: bool = False
     done: bool = False
+    taken: set[int] = attrs.field(factory=set)
+
+    @property
+    def owns_gradient(self) -> bool:
+        """Whether a gradient value on a leaf is now the leaf's own."""
+        return not (self.replaying or self.done)
 
 
 @attrs.frozen
@@ -175,9 +192,11 @@ class ParamLeaf(EagerParamBase):  # type: ignore[misc]
         origin = _origin_of(self)
         if name in _PARAMETERS_OWN:
             if name in NOTIFICATION and _handover_of(self).replaying:
-                return _already_registered
+                return already_registered
             return getattr(origin, name)
-        if name in origin.__dict__ or (name in GRADIENT and _handover_of(self).done):
+        if name in origin.__dict__:
+            return getattr(origin, name)
+        if name in GRADIENT and not _handover_of(self).owns_gradient:
             return getattr(origin, name)
         return super().__getattribute__(name)
 
@@ -186,10 +205,11 @@ class ParamLeaf(EagerParamBase):  # type: ignore[misc]
         return getattr(_origin_of(self), name)
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name in SHARED_STATE or (name in GRADIENT and not _handover_of(self).done):
+        if name in GRADIENT and _handover_of(self).owns_gradient:
             object.__setattr__(self, name, value)
-            if name in GRADIENT:
-                return
+            return
+        if name in SHARED_STATE:
+            object.__setattr__(self, name, value)
         setattr(_origin_of(self), name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -199,9 +219,11 @@ class ParamLeaf(EagerParamBase):  # type: ignore[misc]
         """Hook the leaf's own gradient; once it was handed over, the parameter's."""
         handover = _handover_of(self)
         if handover.replaying:
-            return LeafHook(None)
+            return already_registered()
         if handover.done:
             return _origin_of(self).register_hook(hook)
+        if self.stop_gradient:
+            return super().register_hook(hook)  # which says why it refuses
         return LeafHook(self, Tensor._register_grad_hook(self, hook))
 
     def _clear(self) -> None:
@@ -215,6 +237,9 @@ class ParamLeaf(EagerParamBase):  # type: ignore[misc]
 
     def _clear_to_zero_allocation(self) -> None:
         self._on_both("_clear_to_zero_allocation")
+
+    def _inplace_assign(self, *args: Any) -> None:
+        self._on_both("_inplace_assign", *args)
 
     def _set_impl(self, *args: Any) -> None:
         self._on_both("_set_impl", *args)
@@ -249,6 +274,9 @@ class ParamLeaf(EagerParamBase):  # type: ignore[misc]
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return copy.deepcopy(_origin_of(self), memo)
 
+    def __reduce__(self) -> Any:
+        return _reduce(_origin_of(self), 2)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         return _reduce(_origin_of(self), protocol)
 
@@ -269,18 +297,48 @@ def make_leaf(param: Any, handover: Handover) -> ParamLeaf:
     is copied. `EagerParamBase.__init__` is left out because it writes
     attributes, and `_share_buffer_to` because it leaves a shape of `[0]`.
     """
-    if not param._is_initialized():
-        msg = (
-            f"Cannot make a leaf of parameter {param.name!r}: it has no storage now. Initialize "
-            "it (LazyGuard), or gather it again (sharding) first."
-        )
-        raise NoStorageError(msg)
-    leaf: ParamLeaf = EagerParamBase.__new__(ParamLeaf)
+    _refuse_without_storage(param, "make a leaf of")
+    origin = unwrap(param)
+    leaf: ParamLeaf = EagerParamBase.__new__(_leaf_class(type(origin)))  # type: ignore[arg-type]
     Tensor.__init__(leaf, param)
-    _ORIGIN.__set__(leaf, unwrap(param))
+    _ORIGIN.__set__(leaf, origin)
     _HANDOVER.__set__(leaf, handover)
     _STOP_GRADIENT.__set__(leaf, param.stop_gradient)
     return leaf
+
+
+@functools.cache
+def _leaf_class(kind: Any) -> type[ParamLeaf]:
+    """`ParamLeaf`, or for a subclass of the parameter class one that is of it as well.
+
+    So that what the subclass overrides is in force on its leaves too.
+    """
+    if kind is EagerParamBase:
+        return ParamLeaf
+    try:
+        return type("ParamLeaf", (ParamLeaf, kind), {"__slots__": ()})
+    except TypeError:  # the subclass has slots of its own: no class can be both
+        return ParamLeaf
+
+
+def _refuse_without_storage(param: Any, doing: str) -> None:
+    # A parameter of no elements never has storage, and needs none.
+    if not param._is_initialized() and 0 not in param.shape:
+        msg = (
+            f"Cannot {doing} parameter {param.name!r}: it has no storage now. Initialize it "
+            "(LazyGuard), or gather it again (sharding) first."
+        )
+        raise NoStorageError(msg)
+
+
+def take_gradient(leaf: ParamLeaf) -> Any:
+    """The leaf's gradient the first time, then None. Retires the leaf."""
+    handover = _handover_of(leaf)
+    handover.done = True
+    if id(leaf) in handover.taken:
+        return None
+    handover.taken.add(id(leaf))
+    return leaf_gradient(leaf)
 
 
 def leaf_gradient(leaf: Any) -> Any:
@@ -288,14 +346,9 @@ def leaf_gradient(leaf: Any) -> Any:
     return Tensor._grad_ivar(leaf)
 
 
-def retire(leaf: ParamLeaf) -> None:
-    """The gradients of this leaf's subgraph were collected: see `Handover.done`."""
-    _handover_of(leaf).done = True
-
-
 def is_retired(tensor: object) -> bool:
     """Whether `tensor` is a leaf whose gradient was handed over already."""
-    return type(tensor) is ParamLeaf and bool(_handover_of(tensor).done)
+    return issubclass(type(tensor), ParamLeaf) and bool(_handover_of(tensor).done)
 
 
 class ParamView(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
@@ -343,7 +396,18 @@ class ParamView(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
         - `paddle.concat([view, view])`, `stack`, `add_n` and `einsum` raise from
           Paddle 3.0 on. **On 2.6 they crash the interpreter**: there Paddle
           casts the elements of a list unseen, whatever they are, so that no
-          object can guard itself.
+          object can guard itself. So do `meshgrid`, `broadcast_tensors`,
+          `multiplex` and `linalg.multi_dot`.
+        - `paddle.nn.initializer.Normal()(view)` and the other initializers may
+          crash the interpreter, and on a leaf they fill the leaf alone:
+          initialize the parameter.
+        - `tensor == view` is a plain False from Paddle 3.3 on, and raises
+          before. `view == tensor` compares the elements.
+        - `layer.weight = view` registers a buffer, which is never trained:
+          assign the parameter.
+
+        A parameter, its views and its leaves have one hash, and `==` gives a
+        tensor, so a set or dict that holds two of them raises on look-up.
     """
 
     def __init__(self, param: Any) -> None:
@@ -358,11 +422,19 @@ class ParamView(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
         super().__init__(original)
         self._self_leaf: ParamLeaf | None = None
 
+    # numpy is to leave `array * view` to the view, as it does for a Tensor.
+    __array_ufunc__ = None
+    __array_priority__ = 100
+
     @property
     def leaf(self) -> ParamLeaf:
-        if self._self_leaf is None:
-            self._self_leaf = make_leaf(self.__wrapped__, Handover())
-        return self._self_leaf
+        with _LEAF_LOCK:
+            if self._self_leaf is None or is_retired(self._self_leaf):
+                refuse_static_graph("make a leaf")
+                self._self_leaf = make_leaf(self.__wrapped__, Handover())
+            else:
+                _follow(self._self_leaf, self.__wrapped__)
+            return self._self_leaf
 
     @property
     def leaf_grad(self) -> Any:
@@ -400,6 +472,47 @@ class ParamView(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
 
     def __reduce__(self) -> Any:
         return _reduce(self.__wrapped__, 2)
+
+
+def set_flag(leaf: ParamLeaf, stop_gradient: bool) -> None:
+    """Set the leaf's own flag and leave the parameter's alone."""
+    if _STOP_GRADIENT.__get__(leaf) != stop_gradient:
+        _STOP_GRADIENT.__set__(leaf, stop_gradient)
+
+
+# Two threads that ask one view for its leaf get the same.
+_LEAF_LOCK = threading.Lock()
+
+
+def _follow(leaf: ParamLeaf, param: Any) -> None:
+    """Give a view's leaf the flag and the storage that its parameter has by now."""
+    _refuse_without_storage(param, "make a leaf of")
+    set_flag(leaf, param.stop_gradient)
+    if not Tensor._is_shared_underline_tensor_with(leaf, param):
+        Tensor._set_impl(leaf, param)
+
+
+def refuse_static_graph(doing: str) -> None:
+    """Refuse what reads a tensor's storage while a static graph is being built."""
+    if not paddle.in_dynamic_mode():
+        msg = (
+            f"Cannot {doing} while a static graph is being built: there are no tensors to share "
+            "storage with. Leave static mode first (paddle.disable_static())."
+        )
+        raise UnsupportedError(msg)
+
+
+def _comparison(compare: Any) -> Any:
+    """A comparison of the parameter, also with another view."""
+
+    def operator(self: ParamView, other: Any) -> Any:
+        return compare(self.__wrapped__, unwrap(other) if type(other) is ParamView else other)
+
+    return operator
+
+
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(ParamView, f"__{_name}__", _comparison(getattr(operator, _name)))
 
 
 def _in_place_operator(method: str, symbol: str, act: str) -> Any:
@@ -464,16 +577,16 @@ def unwrap(x: Any) -> Any:
         'anything'
     """
     kind = type(x)
-    if kind is ParamLeaf:
+    if issubclass(kind, ParamLeaf):
         return _origin_of(x)
     if issubclass(kind, ParamView):
         return x.__wrapped__
     return x
 
 
-def _already_registered(*_: object) -> Any:
-    """Stands for a registration that the first run has made."""
-    return True
+def already_registered(*_: object) -> LeafHook:
+    """Stands for a registration in the replay: the first run has made it."""
+    return LeafHook(None)
 
 
 def _describe(param: Any) -> str:
@@ -482,6 +595,7 @@ def _describe(param: Any) -> str:
 
 def _reduce(param: Any, protocol: Any) -> Any:
     """What pickle needs: the parameter's data, loadable without paramproxy."""
+    _refuse_without_storage(param, "copy")
     if TENSORS_REDUCE:
         return param.__reduce_ex__(protocol)
     return paddle.to_tensor, (param.numpy(), None, None, param.stop_gradient)

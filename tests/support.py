@@ -107,6 +107,9 @@ def allocated():
     return core.host_memory_stat_current_value("Allocated", 0)
 
 
+HAS_PEAK = hasattr(core, "host_memory_stat_reset_peak_value")
+
+
 def peak(step):
     """The allocator's peak above what was there, while `step` runs."""
     gc.collect()

@@ -53,7 +53,11 @@ CALLS = {
     "var positional": lambda run, x, w: run(lambda *a: a[0] * a[1] * a[2], x, w, x),
     "default": lambda run, x, w: run(lambda a, b=w, *, c=2.0: a * b * a * c, x),
     "keywords named like ours": lambda run, x, w: run(
-        lambda a, function, args, region: a * function * args * region, x, function=w, args=2, region=x
+        lambda a, function, args, region: a * function * args * region,
+        x,
+        function=w,
+        args=2,
+        region=x,
     ),
     "partial": lambda run, x, w: run(functools.partial(lambda a, b: a * b * a, b=w), x),
     "partial of partial": lambda run, x, w: run(

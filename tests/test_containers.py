@@ -27,8 +27,18 @@ class Unregistered:
     x: object
 
 
+class Slotted:
+    __slots__ = ("x",)
+
+    def __init__(self, x):
+        self.x = x
+
+
 optree.register_pytree_node(
-    Registered, lambda r: ((r.x,), r.name), lambda n, kids: Registered(kids[0], n), namespace="paramproxy"
+    Registered,
+    lambda r: ((r.x,), r.name),
+    lambda n, kids: Registered(kids[0], n),
+    namespace="paramproxy",
 )
 
 BOXES = {
@@ -38,7 +48,10 @@ BOXES = {
         lambda x, w: (x, tensor([2.0, 3.0], grad=False), w),
         lambda b: b[0] * b[1] * b[2],
     ),
-    "tuple of tensors and constants": (lambda x, w: (x, 2, w, None, "n"), lambda b: b[0] * b[1] * b[2]),
+    "tuple of tensors and constants": (
+        lambda x, w: (x, 2, w, None, "n"),
+        lambda b: b[0] * b[1] * b[2],
+    ),
     "dict": (lambda x, w: {"x": x, "w": w, "n": None}, lambda b: b["x"] * b["w"]),
     "ordered dict": (lambda x, w: collections.OrderedDict(w=w, x=x), lambda b: b["x"] * b["w"]),
     "default dict": (
@@ -47,7 +60,10 @@ BOXES = {
     ),
     "deque": (lambda x, w: collections.deque([x, w]), lambda b: b[0] * b[1]),
     "named tuple": (Pair, lambda b: b.left * b.right),
-    "nested": (lambda x, w: [{"p": Pair((x,), [w])}], lambda b: b[0]["p"].left[0] * b[0]["p"].right[0]),
+    "nested": (
+        lambda x, w: [{"p": Pair((x,), [w])}],
+        lambda b: b[0]["p"].left[0] * b[0]["p"].right[0],
+    ),
     "registered dataclass": (lambda x, w: [Registered(x, "n"), w], lambda b: b[0].x * b[1]),
     "empty beside": (lambda x, w: [[], {}, x, (), w], lambda b: b[2] * b[4]),
 }
@@ -144,7 +160,9 @@ def test_a_tensor_hidden_in_an_argument_is_refused_by_name():
     x = tensor([1.0]) * 1.0
     with pytest.raises(UnsupportedError) as caught:
         recompute(lambda b: b.x * 2.0, Unregistered(x))
-    assert "argument 0 is a Unregistered that holds a tensor which needs a gradient" in str(caught.value)
+    assert "argument 0 is a Unregistered that holds a tensor which needs a gradient" in str(
+        caught.value
+    )
     assert "register the class with optree" in str(caught.value)
 
 
@@ -152,6 +170,33 @@ def test_a_tensor_hidden_in_a_result_is_refused_by_name():
     with pytest.raises(UnsupportedError) as caught:
         recompute(lambda a: Unregistered(a * 2.0), tensor([1.0]) * 1.0)
     assert "it returns a Unregistered that holds a tensor" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        lambda t: Unregistered([t]),
+        lambda t: {"k": t}.values(),
+        lambda t: Unregistered({"deep": [t]}),
+        lambda t: collections.UserDict(k=t),
+        Slotted,
+    ],
+    ids=["list", "dict values", "deep", "user dict", "slots"],
+)
+def test_it_is_found_some_levels_down(hide):
+    with pytest.raises(UnsupportedError, match="that holds a tensor which needs a gradient"):
+        recompute(lambda b: tensor([1.0]), hide(tensor([1.0]) * 1.0))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda x: iter([x]), lambda x: (t for t in [x]), lambda x: map(abs, [x])]
+)
+def test_an_iterator_is_refused_since_the_first_run_would_use_it_up(make):
+    with pytest.raises(UnsupportedError) as caught:
+        recompute(lambda a, it: a * sum(it), tensor([1.0]), make(tensor([1.0])))
+    assert "argument 1 is an iterator, which the first run would use up. Pass a list." in str(
+        caught.value
+    )
 
 
 def test_an_unregistered_object_without_gradients_passes():

@@ -65,7 +65,7 @@ def test_the_gradient_members_change_sides_when_handed_over():
     (w * 2.0).sum().backward()
     (leaf * 3.0).sum().backward()
     assert leaf.grad.numpy().tolist() == [3.0, 3.0]
-    _view.retire(leaf)
+    _view.take_gradient(leaf)
     assert leaf.grad.numpy().tolist() == [2.0, 2.0]
     for name in _view.GRADIENT & set(dir(w)):
         if callable(getattr(w, name, None)):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import paddle
 import pytest
 from support import Counted, FusedLinear, Reverse, param, plain, same, tensor, values
@@ -202,6 +203,69 @@ def test_outputs_that_are_computed_from_each_other(order):
         return values(x.grad)
 
     same(scenario, [22.0, 40.0])
+
+
+def test_a_hook_on_an_output_may_change_the_gradient():
+    """Paddle calls a hook on a PyLayer's own output and drops what it returns."""
+
+    def scenario(run):
+        x = tensor([1.0, 2.0])
+        y = run(lambda a: a * 2.0, x * 1.0)
+        y.register_hook(lambda g: g * 5.0)
+        y.sum().backward()
+        return values(x.grad)
+
+    same(scenario, [10.0, 10.0])
+
+
+def test_what_the_function_records_for_itself_is_replayed_whole():
+    def scenario(run):
+        x, w, v = tensor([1.0, 2.0]), param([3.0, 4.0]), param([5.0, 6.0])
+
+        def region(a):
+            h = paddle.tanh(a * w)
+            with paddle.set_grad_enabled(True):
+                return h * v
+
+        y = run(region, x * 0.1)
+        y.sum().backward()
+        return y.stop_gradient, values(x.grad), values(w.grad), values(v.grad)
+
+    same(scenario)
+
+
+def test_an_empty_tensor_passes():
+    def scenario(run):
+        x = tensor(np.zeros((0, 3)))
+        y = run(lambda a: a, x * 1.0)
+        return list(y.shape), y.stop_gradient
+
+    same(scenario, ([0, 3], False))
+
+
+def test_a_sparse_tensor_passes():
+    def scenario(run):
+        x = tensor([[1.0, 0.0], [0.0, 2.0]])
+        y = run(lambda s: s.to_dense() * 2.0, x.to_sparse_coo(2))
+        y.sum().backward()
+        return values(y), values(x.grad)
+
+    same(scenario)
+
+
+def test_looking_whether_a_block_is_frozen_draws_no_random_numbers():
+    def scenario(run):
+        frozen = paddle.nn.Linear(2, 2)
+        for p in frozen.parameters():
+            p.stop_gradient = True
+        y = run(
+            lambda a: paddle.nn.functional.dropout(frozen(a), 0.5),
+            tensor([[1.0, 2.0]], grad=False),
+            preserve_rng_state=False,
+        )
+        return values(y), values(paddle.rand([2]))
+
+    same(scenario)
 
 
 def test_several_regions_and_their_sum():

@@ -10,6 +10,7 @@ from paddle.base.framework import EagerParamBase
 from support import Counted, FusedLinear, allocated, param, plain, same, tensor, values
 
 from paramproxy import ParamLeaf, ParamView, recompute, unwrap
+from paramproxy._compat import TENSORS_HAVE_ATTRIBUTES
 
 
 class AddOnes(paddle.autograd.PyLayer):
@@ -31,7 +32,10 @@ class AddOnes(paddle.autograd.PyLayer):
 
 def test_the_program_of_the_report():
     def scenario(run):
-        a, b = paddle.create_parameter([3, 4], "float32"), paddle.create_parameter([4, 5], "float32")
+        a, b = (
+            paddle.create_parameter([3, 4], "float32"),
+            paddle.create_parameter([4, 5], "float32"),
+        )
         for p in (a, b):
             p.main_grad = paddle.zeros(p.shape)
         run(lambda a, b: AddOnes.apply(a, b), a, b).mean().backward()
@@ -204,6 +208,76 @@ def test_a_hook_registered_in_the_region_is_registered_once():
     same(scenario, ([30.0], ["backward", "grad"]))
 
 
+@pytest.mark.parametrize("how", ["captured parameter", "leaf argument", "intermediate argument"])
+def test_a_hook_registered_in_the_region_on_something_else_counts_once(how):
+    if how != "captured parameter" and not TENSORS_HAVE_ATTRIBUTES:
+        pytest.skip("on Paddle 2.6 a hook on an ordinary tensor argument is registered twice")
+
+    def scenario(run):
+        x, w, calls = tensor([2.0]), param([3.0]), []
+        given = x * 1.0 if how == "intermediate argument" else x
+        hooked = w if how == "captured parameter" else None
+
+        def region(a):
+            target = a if hooked is None else hooked
+            target.register_hook(lambda g: calls.append(1) or g * 10.0)
+            return a * a * w
+
+        run(region, given).sum().backward()
+        return values(x.grad), values(w.grad), len(calls)
+
+    same(scenario)
+
+
+def test_the_gradient_that_the_region_reads_on_a_parameter_is_the_parameters():
+    def scenario(run):
+        w, x = param([2.0]), tensor([3.0])
+        for _ in range(2):
+            run(lambda a, p: a * p * (2.0 if p.grad is None else 5.0), x * 1.0, w).sum().backward()
+        return values(x.grad), values(w.grad)
+
+    same(scenario, ([14.0], [21.0]))
+
+
+@pytest.mark.parametrize("now_frozen", [True, False])
+def test_a_flag_that_changes_between_the_runs_is_that_of_the_first(now_frozen):
+    def scenario(run):
+        w, x = param([2.0], trainable=now_frozen), tensor([3.0])
+        y = run(lambda a, p: a * p, x * 1.0, w)
+        w.stop_gradient = now_frozen
+        y.sum().backward()
+        return values(x.grad), values(w.grad)
+
+    same(scenario)
+
+
+def test_caveat_set_value_in_the_region_is_not_seen_by_the_version_counter():
+    """Paddle's plain autograd does not see it either."""
+    w = param([4.0])
+
+    def region(a, p):
+        with paddle.no_grad():
+            p.set_value(p * 0.5)
+        return a * p
+
+    recompute(region, tensor([1.0]) * 1.0, w).sum().backward()
+    assert values(w) == [1.0]
+
+
+def test_caveat_what_leaves_the_region_by_another_way_has_no_gradient():
+    """The first run records nothing: a loss that a layer keeps has to be returned."""
+
+    class Layer(paddle.nn.Layer):
+        def forward(self, a):
+            self.aux = (a * a).sum()
+            return a * 2.0
+
+    layer = Layer()
+    layer.aux = None
+    recompute(layer, tensor([1.0, 2.0]) * 1.0)
+    assert layer.aux.stop_gradient
+
+
 def test_a_hook_removed_in_the_region_never_fires():
     def scenario(run):
         w = param([2.0])
@@ -266,7 +340,9 @@ def test_one_that_was_not_gathered_again_is_named():
     w = param([3.0, 4.0])
     y = recompute(lambda a, p: a * p, tensor([1.0, 2.0]) * 1.0, w)
     w._clear_dataptr()
-    with pytest.raises(OSError, match=f"Cannot make a leaf of parameter '{w.name}': it has no storage"):
+    with pytest.raises(
+        OSError, match=f"Cannot make a leaf of parameter '{w.name}': it has no storage"
+    ):
         y.sum().backward()
 
 

@@ -39,7 +39,7 @@ def test_a_pylayer_takes_a_view_for_a_constant_and_a_leaf_for_a_tensor(view):
 
 
 def test_no_class_can_be_both_tensor_and_proxy():
-    with pytest.raises(TypeError, match="lay-?out conflict"):
+    with pytest.raises(TypeError, match=r"lay-?out conflict"):
         type("Both", (ParamView, Tensor), {})
 
 
@@ -92,16 +92,23 @@ def test_sharing_a_buffer_into_a_view_is_not_checked_by_paddle_and_works_with_a_
     if not hasattr(Tensor, method):
         return
     done = run_python(
-        f"{PROGRAM}\nsource = param([[5.0, 6.0], [7.0, 8.0]])\nsource.{method}(view.leaf)\n"
-        "print(view.leaf.numpy().tolist())"
+        f"{PROGRAM}\nsource = param([[5.0, 6.0], [7.0, 8.0]])\nleaf = view.leaf\n"
+        f"source.{method}(leaf)\nprint(leaf.numpy().tolist())"
     )
     assert done.stdout.strip() == "[[5.0, 6.0], [7.0, 8.0]]", done.stderr[-2000:]
-    blind = run_python(f"{PROGRAM}\nsource = param([[5.0]])\nsource.{method}(view)\nprint('unseen')")
+    blind = run_python(
+        f"{PROGRAM}\nsource = param([[5.0]])\nsource.{method}(view)\nprint('unseen')"
+    )
     # It crashed, or it corrupted memory unseen: never an error that could be caught.
     assert blind.returncode < 0 or "unseen" in blind.stdout
 
 
 def test_the_docstring_warns_of_each():
-    for words in ("matmul(view, y)", "SomePyLayer.apply(view)", "_share_buffer_to", "paddle.concat"):
+    for words in (
+        "matmul(view, y)",
+        "SomePyLayer.apply(view)",
+        "_share_buffer_to",
+        "paddle.concat",
+    ):
         assert words in ParamView.__doc__
     assert "!!! warning" in ParamView.__doc__

@@ -23,7 +23,10 @@ class Batch:
 
 
 optree.register_pytree_node(
-    Batch, lambda b: ((b.x,), b.note), lambda note, kids: Batch(kids[0], note), namespace="paramproxy"
+    Batch,
+    lambda b: ((b.x,), b.note),
+    lambda note, kids: Batch(kids[0], note),
+    namespace="paramproxy",
 )
 
 
@@ -112,6 +115,14 @@ def test_grads_gives_a_shared_gradient_once():
     first, second = detach((w, w))
     (first * second).sum().backward()
     assert [values(grad) for grad in grads((first, second))] == [[6.0], None]
+
+
+def test_a_gradient_is_handed_over_once_also_in_parts():
+    x, leaf = detach((tensor([1.0]), param([3.0])))
+    (x * leaf).sum().backward()
+    assert [values(grad) for grad in grads((x,))] == [[3.0]]
+    assert [values(grad) for grad in grads((leaf,))] == [[1.0]]
+    assert [values(grad) for grad in grads((leaf,))] == [None]
 
 
 def test_grads_of_a_view_are_its_leafs():

@@ -8,16 +8,28 @@ import operator
 import os
 import subprocess
 import sys
+import threading
 import weakref
 from pathlib import Path
 
+import numpy as np
 import paddle
 import pytest
 import wrapt
 from paddle.base.framework import EagerParamBase
 from support import param, tensor, values
 
-from paramproxy import InPlaceOperatorError, NotAParameterError, ParamLeaf, ParamView, unwrap
+from paramproxy import (
+    InPlaceOperatorError,
+    NoStorageError,
+    NotAParameterError,
+    ParamLeaf,
+    ParamView,
+    UnsupportedError,
+    detach,
+    grads,
+    unwrap,
+)
 
 
 @pytest.fixture
@@ -147,18 +159,14 @@ IN_PLACE = ["iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "im
 @pytest.mark.parametrize("name", [*IN_PLACE, "iand", "ior", "ixor", "ilshift", "irshift"])
 def test_in_place_operators_act_on_the_parameter_or_refuse(w, name):
     view = held = ParamView(w)
-    before = values(w)
-    acts = hasattr(EagerParamBase, f"__{name}__")
-    try:
+    before, apply = values(w), getattr(operator, name)
+    if hasattr(EagerParamBase, f"__{name}__"):
         with paddle.no_grad():
-            result = getattr(operator, name)(view, paddle.ones([2, 2]))
-    except InPlaceOperatorError as exc:
-        assert not acts
-        assert "use view." in str(exc)
-        assert values(w) == before
+            assert apply(view, paddle.ones([2, 2])) is held
     else:
-        assert acts
-        assert result is held
+        with pytest.raises(InPlaceOperatorError, match=r"use view\."):
+            apply(view, paddle.ones([2, 2]))
+        assert values(w) == before
     assert held.__wrapped__ is w
 
 
@@ -191,6 +199,67 @@ def test_owns_one_leaf_and_its_gradient(w):
     (view.leaf * 2.0).sum().backward()
     assert values(view.leaf_grad) == [[2.0, 2.0], [2.0, 2.0]]
     assert w.grad is None
+
+
+def test_a_new_leaf_follows_when_the_gradient_was_handed_over(w):
+    view = ParamView(w)
+    for _ in range(3):
+        (view.leaf * 2.0).sum().backward()
+        assert [values(g) for g in grads(view)] == [[[2.0, 2.0], [2.0, 2.0]]]
+    assert w.grad is None
+
+
+def test_its_leaf_has_the_flag_and_the_storage_of_the_moment(w):
+    view = ParamView(w)
+    leaf = view.leaf
+    view.stop_gradient = True
+    assert view.leaf is leaf
+    assert leaf.stop_gradient
+    view.data = paddle.ones([2, 2])
+    view.stop_gradient = False
+    assert values(view.leaf) == [[1.0, 1.0], [1.0, 1.0]]
+    assert view.leaf is leaf
+    (view.leaf * 2.0).sum().backward()
+    assert values(view.leaf_grad) == [[2.0, 2.0], [2.0, 2.0]]
+    view._clear_dataptr()
+    with pytest.raises(NoStorageError):
+        _ = view.leaf
+
+
+def test_numpy_leaves_the_operator_to_the_view(w):
+    array = np.ones((2, 2), "float32")
+    product = array * ParamView(w)
+    assert isinstance(product, paddle.Tensor)
+    product.sum().backward()
+    assert values(w.grad) == [[1.0, 1.0], [1.0, 1.0]]
+
+
+@pytest.mark.parametrize("name", ["eq", "ne", "lt", "le", "gt", "ge"])
+def test_compares_with_another_view(w, name):
+    compare = getattr(operator, name)
+    assert values(compare(ParamView(w), ParamView(w))) == values(compare(w, w))
+
+
+def test_its_leaf_is_the_same_in_every_thread(w):
+    for _ in range(50):
+        view, leaves = ParamView(w), []
+        threads = [threading.Thread(target=lambda: leaves.append(view.leaf)) for _ in range(4)]  # noqa: B023
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({id(leaf) for leaf in leaves}) == 1
+
+
+def test_in_a_static_graph_there_is_no_leaf(w):
+    paddle.enable_static()
+    try:
+        with pytest.raises(UnsupportedError, match="while a static graph is being built"):
+            _ = ParamView(w).leaf
+        with pytest.raises(UnsupportedError, match="Cannot detach while a static graph"):
+            detach(w)
+    finally:
+        paddle.disable_static()
 
 
 def test_unwrap_gives_the_original_and_leaves_the_rest(w):

@@ -1,0 +1,63 @@
+"""What a function's bytecode says about the names it uses.
+
+Remembered by code object, since every call of a region asks again.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import types
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+
+__all__ = ["assigned_names", "attribute_names", "global_names"]
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _remembered(function: F) -> F:
+    return functools.lru_cache(maxsize=4096)(function)  # type: ignore[return-value]
+
+
+@_remembered
+def assigned_names(code: types.CodeType) -> frozenset[str]:
+    """The outer variables that this code, or a function inside it, assigns."""
+    names = _arguments(code, ("STORE_DEREF", "DELETE_DEREF")) & set(code.co_freevars)
+    return names.union(*(assigned_names(part) for part in _inner(code)))
+
+
+@_remembered
+def global_names(code: types.CodeType) -> frozenset[str]:
+    """The global variables that this code, or a function inside it, reads."""
+    names = _arguments(code, ("LOAD_GLOBAL", "LOAD_NAME"))
+    return names.union(*(global_names(part) for part in _inner(code)))
+
+
+@_remembered
+def attribute_names(code: types.CodeType, owner: Any) -> frozenset[str]:
+    """The attributes that a method names, and those that its owner's other methods do.
+
+    Of the other methods only those that it names itself, and so on.
+    """
+    names: set[str] = set()
+    waiting = [code]
+    while waiting:
+        part = waiting.pop()
+        waiting += _inner(part)
+        for name in set(part.co_names) - names:
+            names.add(name)
+            method = getattr(owner, name, None)
+            if isinstance(method, types.FunctionType):
+                waiting.append(method.__code__)
+    return frozenset(names)
+
+
+def _arguments(code: types.CodeType, operations: tuple[str, ...]) -> frozenset[str]:
+    steps = dis.get_instructions(code)
+    return frozenset(step.argval for step in steps if step.opname in operations)
+
+
+def _inner(code: types.CodeType) -> list[types.CodeType]:
+    return [const for const in code.co_consts if isinstance(const, types.CodeType)]

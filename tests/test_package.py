@@ -1,0 +1,85 @@
+"""The package as it is installed and imported."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+
+from support import ROOT, run_python
+
+import paramproxy
+
+
+def test_public_names_are_sorted_and_there():
+    assert paramproxy.__all__ == sorted(paramproxy.__all__)
+    for name in paramproxy.__all__:
+        assert getattr(paramproxy, name) is not None
+
+
+def test_every_public_name_is_documented():
+    for name in set(paramproxy.__all__) - {"__version__"}:
+        assert getattr(paramproxy, name).__doc__, name
+
+
+def test_every_public_function_and_class_has_an_example_or_is_an_error():
+    for name in ("ParamView", "detach", "grads", "recompute", "unwrap"):
+        assert ">>>" in getattr(paramproxy, name).__doc__, name
+
+
+def test_without_paddle_it_says_what_to_install(tmp_path):
+    blocker = tmp_path / "sitecustomize.py"
+    blocker.write_text(
+        "import sys\n"
+        "class No:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'paddle':\n"
+        "            raise ModuleNotFoundError(\"No module named 'paddle'\", name='paddle')\n"
+        "sys.meta_path.insert(0, No())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", "import sitecustomize, paramproxy"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""},
+    )
+    assert done.returncode == 1
+    assert (
+        "ImportError: Cannot import paramproxy: PaddlePaddle is not installed. Install it with "
+        "`pip install 'paramproxy[cpu]'`, or with `pip install 'paramproxy[gpu]'` for a GPU build."
+    ) in done.stderr
+
+
+def test_a_paddle_that_is_broken_is_not_called_missing(tmp_path):
+    (tmp_path / "paddle.py").write_text("import a_module_that_is_not_there\n")
+    done = subprocess.run(
+        [sys.executable, "-c", "import paramproxy"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""},
+    )
+    assert "No module named 'a_module_that_is_not_there'" in done.stderr
+    assert "not installed" not in done.stderr
+
+
+def test_it_is_typed():
+    assert (ROOT / "paramproxy" / "py.typed").exists()
+
+
+def test_versions_are_looked_at_in_one_room_only():
+    for path in (ROOT / "paramproxy").glob("*.py"):
+        if path.name not in ("_compat.py", "_doctor.py"):
+            assert not re.search(r"paddle\.__version__|paddle_version", path.read_text()), path.name
+
+
+def test_importing_it_changes_nothing_about_paddle():
+    done = run_python(
+        "import paddle\n"
+        "from paddle.distributed.fleet.utils import recompute as before\n"
+        "import paramproxy\n"
+        "from paddle.distributed.fleet.utils import recompute as after\n"
+        "print(before is after)"
+    )
+    assert done.stdout.strip() == "True", done.stderr
