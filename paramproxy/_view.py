@@ -24,6 +24,7 @@ from paramproxy._compat import (
     TENSORS_REDUCE,
     EagerParamBase,
     Tensor,
+    init_tensor,
 )
 from paramproxy.exceptions import (
     InPlaceOperatorError,
@@ -300,7 +301,7 @@ def make_leaf(param: Any, handover: Handover) -> ParamLeaf:
     _refuse_without_storage(param, "make a leaf of")
     origin = unwrap(param)
     leaf: ParamLeaf = EagerParamBase.__new__(_leaf_class(type(origin)))  # type: ignore[arg-type]
-    Tensor.__init__(leaf, param)
+    init_tensor(leaf, param)
     _ORIGIN.__set__(leaf, origin)
     _HANDOVER.__set__(leaf, handover)
     _STOP_GRADIENT.__set__(leaf, param.stop_gradient)
