@@ -254,6 +254,9 @@ def show(report: dict[str, Any], console: Console) -> None:
         title=f"A parameter under recompute: Paddle {report['paddle']} on {report['device']}, "
         f"paramproxy {report['paramproxy']}",
         title_justify="left",
+        caption="What each program gave, and the time of one forward and backward. Paddle's "
+        "default mode is the reentrant one.",
+        caption_justify="left",
         show_lines=True,
     )
     table.add_column("program", min_width=14)

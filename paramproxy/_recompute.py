@@ -46,7 +46,7 @@ def recompute(
             has to do the same each time it is called.
         *args: Its arguments: tensors of any shape and dtype, parameters, views,
             constants, None, in containers of any depth.
-        use_reentrant: True for the PyLayer engine.
+        use_reentrant: True for the PyLayer engine, the one there is so far.
         preserve_rng_state: Whether the second run draws the random numbers of
             the first: Paddle's generators of the current device, the
             hybrid-parallel tracker, numpy's and Python's global streams, and
@@ -58,22 +58,24 @@ def recompute(
         **kwargs: Its keyword arguments.
 
     Returns:
-        What `function(*args, **kwargs)` returns: the same containers,
-        constants, shapes, dtypes and values.
+        The same containers, constants, shapes, dtypes and values as the call
+        itself.
+
+    What is raised in backward reaches the caller as an `OSError` whose text
+    holds the name and the message of these: Paddle translates it.
 
     Raises:
-        UnsupportedError: At once for what neither run could get right; in
-            backward for `paddle.grad` and `create_graph=True`, which a
-            reentrant region cannot serve.
+        TypeError: `function` can't be called.
+        ValueError: `offload_indices` names something that is no argument.
+        UnsupportedError: At once for what no second run could get right; in
+            backward for `paddle.grad` and `create_graph=True`.
         MutationError: A tensor that the function reads was changed in place,
             by the function itself or between forward and backward.
+        NoStorageError: A parameter was freed and not gathered again.
         ReplayError: The function raised in its second run only.
         ReplayMismatchError: Its second run gave other outputs than its first.
 
-        What is raised in backward reaches the caller as an `OSError` that holds
-        the message: Paddle translates it.
-
-    Example:
+    Examples:
         >>> import paddle
         >>> from paramproxy import recompute
         >>> w = paddle.create_parameter([2, 2], "float32")
@@ -88,16 +90,16 @@ def recompute(
         - **A second backward** through any PyLayer crashes Paddle. Asking for
           `retain_graph=True` gives a `RetainGraphWarning`.
         - `paddle.grad` and `create_graph=True` are refused.
-        - The first run records nothing, so it can't know which of several
-          outputs need no gradient: an output that was cut off by `detach` comes
-          back with `stop_gradient=False`. Its gradient is right (there is none).
-        - An operand that gets no gradient although it is not a leaf gets zeros,
-          where plain autograd would not run the ops before it.
+        - The first run records nothing. What leaves the function by another way
+          than its result (a loss kept on a layer) has no gradient, and of
+          several outputs one that was cut off has `stop_gradient=False`.
         - In the second run a leaf stands for a parameter argument:
           `isinstance`, `name` and every attribute are the parameter's, `is` is not.
         - A parameter that several regions *capture* has its hooks called once
           for each. Pass it as an argument, and they are called once.
         - Buffers are written by both runs.
+
+        The page *Caveats* of the documentation has the whole list.
     """
     options = _Options(use_reentrant, preserve_rng_state, tuple(offload_indices))
     return _recompute(function, args, kwargs, options)  # type: ignore[no-any-return]

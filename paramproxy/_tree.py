@@ -82,7 +82,7 @@ def detach(tree: Any) -> Any:
         or `ParamLeaf` is a new leaf of its parameter. One object that stands in
         two places gives one object in both. Everything else is left as it is.
 
-    Example:
+    Examples:
         >>> import paddle, paramproxy
         >>> w = paddle.create_parameter([2], "float32")
         >>> w.main_grad = paddle.zeros([2])
@@ -122,7 +122,7 @@ def grads(tree: Any) -> tuple[Any, ...]:
         has its gradient at the first and None at the second, so that the tuple
         is what a `PyLayer.backward` returns and autograd's sum is right.
 
-    Example:
+    Examples:
         >>> import paddle, paramproxy
         >>> w = paddle.create_parameter([2], "float32")
         >>> x, leaf = paramproxy.detach((paddle.ones([2]), w))

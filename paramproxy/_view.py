@@ -371,7 +371,7 @@ class ParamView(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
     Raises:
         NotAParameterError: `param` is not a parameter.
 
-    Example:
+    Examples:
         >>> import paddle, paramproxy
         >>> w = paddle.create_parameter([2, 1], "float32")
         >>> w.main_grad = paddle.zeros([2, 1])
@@ -569,7 +569,7 @@ def unwrap(x: Any) -> Any:
         The original `EagerParamBase` if `x` is a `ParamView` or a `ParamLeaf`,
         else `x` itself.
 
-    Example:
+    Examples:
         >>> import paddle, paramproxy
         >>> w = paddle.create_parameter([2], "float32")
         >>> paramproxy.unwrap(paramproxy.ParamView(w)) is w

@@ -1,0 +1,98 @@
+"""What the reentrant engine can't do, as docs/caveats.md lists it: the rest of it.
+
+A caveat is a promise too. When one of these fails because the result is right
+now, the caveat goes.
+"""
+
+from __future__ import annotations
+
+import paddle
+import pytest
+from paddle.base import core
+from support import param, plain, tensor, values
+
+from paramproxy import recompute
+
+
+@pytest.mark.filterwarnings("ignore:When training, we now always track")
+def test_caveat_buffers_are_written_by_both_runs():
+    def mean_after(run):
+        norm = paddle.nn.BatchNorm1D(2)
+        run(norm, tensor([[1.0, 2.0], [3.0, 6.0]]) * 1.0).sum().backward()
+        return values(norm._mean)
+
+    once = mean_after(plain)
+    assert once == pytest.approx([0.2, 0.4])
+    assert mean_after(recompute) == pytest.approx([0.38, 0.76])
+
+
+def test_caveat_a_buffer_that_is_read_first_is_read_as_the_first_run_left_it():
+    class Counts(paddle.nn.Layer):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("n", paddle.zeros([1]))
+
+        def forward(self, a):
+            with paddle.no_grad():
+                self.n.add_(paddle.ones([1]))
+            return a * self.n.clone()
+
+    def gradient(run):
+        x = tensor([1.0])
+        run(Counts(), x * 1.0).sum().backward()
+        return values(x.grad)
+
+    assert gradient(plain) == [1.0]
+    assert gradient(recompute) == [2.0]
+
+
+def test_caveat_what_is_rebound_behind_an_attribute_is_read_as_it_is_in_backward():
+    class Scale(paddle.nn.Layer):
+        factor = 2.0
+
+        def forward(self, a):
+            return a * self.factor
+
+    def gradient(run):
+        layer, x = Scale(), tensor([1.0])
+        y = run(layer, x * 1.0)
+        layer.factor = 5.0
+        y.sum().backward()
+        return values(x.grad)
+
+    assert gradient(plain) == [2.0]
+    assert gradient(recompute) == [5.0]
+
+
+def test_caveat_a_hook_on_an_activation_can_not_be_registered_inside():
+    def region(a):
+        h = a * 2.0
+        h.register_hook(lambda g: g)
+        return h
+
+    with pytest.raises(RuntimeError, match="Cannot register hook on a tensor that stop gradient"):
+        recompute(region, tensor([1.0]) * 1.0)
+
+
+def test_caveat_a_final_hook_of_ones_own_runs_at_the_end_of_the_first_replay():
+    def order(run):
+        told, w = [], param([2.0])
+        w.register_hook(lambda g: told.append("weight"))
+        y = run(lambda a: a * 3.0, tensor([1.0]) * w)
+        core.eager._add_backward_final_hook(lambda: told.append("final"))
+        y.sum().backward()
+        return told
+
+    assert order(plain) == ["weight", "final"]
+    assert order(recompute) == ["final", "weight"]
+
+
+def test_caveat_a_global_that_is_an_activation_is_refused():
+    global H
+    H = tensor([1.0]) * 2.0
+    y = recompute(lambda a: a * H, tensor([1.0]) * 1.0)
+    with pytest.raises(OSError, match="global variable 'H', an activation of the graph around it"):
+        y.sum().backward()
+
+
+H = None
