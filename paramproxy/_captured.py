@@ -8,9 +8,10 @@ what was changed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from typing import Any
 
 import attrs
@@ -26,6 +27,9 @@ __all__ = ["Captured", "Fixed", "function_name"]
 # A list or dict with more entries than this is data, not a handful of
 # activations, and is not searched at every call.
 LARGEST_CONTAINER = 256
+# No more objects than this are looked at in one call, however they are nested.
+LARGEST_SEARCH = 4096
+DEEPEST_CONTAINER = 16
 
 EMPTY = object()
 """What a cell holds whose variable is not assigned yet."""
@@ -56,6 +60,8 @@ class Captured:
             that name it. They can be replaced in the replay.
         fixed: Those that can't: behind a global name or an attribute.
         parameters: Captured trainable parameters.
+        frozen: Captured parameters that are not trained.
+        layers: Captured layers, each with whether it was in training mode.
         cells: Every closure cell that was seen, with its content.
         has_static: Whether a function made by `to_static` was seen. Called for
             the first time under no_grad, it never records a gradient again.
@@ -64,6 +70,8 @@ class Captured:
     tensors: list[tuple[str, Any]] = attrs.field(factory=list)
     fixed: list[Fixed] = attrs.field(factory=list)
     parameters: list[Any] = attrs.field(factory=list)
+    frozen: list[Any] = attrs.field(factory=list)
+    layers: list[tuple[Any, bool]] = attrs.field(factory=list)
     cells: dict[int, tuple[types.CellType, Any]] = attrs.field(factory=dict)
     has_static: bool = False
     _seen: set[int] = attrs.field(factory=set)
@@ -81,7 +89,7 @@ class Captured:
     def add(self, value: Any, where: str) -> None:
         """Note `value`, or what is in it, under the name `where`."""
         kind = type(value)
-        if kind in _CONSTANTS or id(value) in self._seen:
+        if kind in _CONSTANTS or id(value) in self._seen or len(self._seen) > LARGEST_SEARCH:
             return
         self._seen.add(id(value))
         handler = _HANDLERS.get(kind)
@@ -89,9 +97,9 @@ class Captured:
             handler(self, value, where)
         elif isinstance(unwrap(value), Tensor):
             self._add_tensor(unwrap(value), where)
-        elif isinstance(value, paddle.nn.Layer):
+        elif issubclass(kind, paddle.nn.Layer):
             self._add_layer(value)
-        elif isinstance(value, StaticFunction):
+        elif issubclass(kind, StaticFunction):
             self._add_static(value)
         else:
             self._add_object(value)
@@ -103,10 +111,9 @@ class Captured:
             self.tensors.append((where, tensor))
 
     def _add_parameter(self, param: Any) -> None:
-        # A frozen one may be written by the function itself: the running
-        # statistics of Paddle's BatchNorm are parameters.
-        if not param.stop_gradient:
-            self.parameters.append(param)
+        # A frozen one may be written by the function itself, so it is not
+        # compared: the running statistics of Paddle's BatchNorm are parameters.
+        (self.frozen if param.stop_gradient else self.parameters).append(param)
 
     def _add_fixed(self, value: Any, where: str, *, is_read: bool) -> None:
         """Note the tensor, or the few tensors, behind a global name or an attribute."""
@@ -123,8 +130,9 @@ class Captured:
                 name = where if key is None else f"{where}[{key!r}]"
                 self.fixed.append(Fixed(name, tensor, is_read))
 
-    def _add_layer(self, layer: Any, names: frozenset[str] | None = None) -> None:
+    def _add_layer(self, layer: Any, names: Set[str] | None = None) -> None:
         """A layer's weights and the tensors it keeps; only those under `names`, if given."""
+        self.layers.append((layer, layer.training))
         for name, param in layer._parameters.items():
             if param is not None and (names is None or name in names):
                 self._add_parameter(param)
@@ -152,11 +160,11 @@ class Captured:
         self.has_static = True
         self.add(getattr(static, "_class_instance", None), "")
 
-    def _add_object(self, value: Any, names: frozenset[str] = frozenset()) -> None:
+    def _add_object(self, value: Any, names: Set[str] = frozenset()) -> None:
         """Any other object: the tensors in its attributes, or the items of a container."""
         inside = _few_items(value)
         if inside is None:
-            attributes = getattr(value, "__dict__", {})
+            attributes = {**_slots(value), **getattr(value, "__dict__", {})}
             inside = attributes.items() if len(attributes) <= LARGEST_CONTAINER else ()
         for key, item in inside:
             if type(item) not in _CONSTANTS:
@@ -206,8 +214,35 @@ class Captured:
             self.add(value, f"keyword {name!r} of a partial")
 
     def _add_items(self, items: Any, where: str) -> None:
-        for key, value in _few_items(items) or ():
-            self.add(value, f"{where}[{key!r}]")
+        if where.count("[") < DEEPEST_CONTAINER:
+            for key, value in _few_items(items) or ():
+                if type(value) not in _CONSTANTS:
+                    self.add(value, f"{where}[{key!r}]")
+
+    def was_searched(self, container: Any) -> bool:
+        """Whether what is in `container` was looked at."""
+        return id(container) in self._seen
+
+    @contextlib.contextmanager
+    def flags_restored(self) -> Iterator[None]:
+        """While it lasts, the flags of parameters and layers are those of the first run.
+
+        A GAN freezes and unfreezes its discriminator between forward and backward.
+        """
+        params = [(p, False) for p in self.parameters] + [(p, True) for p in self.frozen]
+        changed = [(p, flag) for p, flag in params if p.stop_gradient != flag]
+        switched = [(layer, mode) for layer, mode in self.layers if layer.training != mode]
+        for param, flag in changed:
+            param.stop_gradient = flag
+        for layer, mode in switched:
+            layer.training = mode
+        try:
+            yield
+        finally:
+            for param, flag in changed:
+                param.stop_gradient = not flag
+            for layer, mode in switched:
+                layer.training = not mode
 
 
 _CONSTANTS = frozenset(
@@ -232,11 +267,11 @@ class Rebinder:
     """Makes the function of the replay: the same code, in the first run's world.
 
     Attributes:
-        cells: The cells as the first run saw them.
+        captured: The first run's world.
         standins: What to put in an object's place, by the object's id.
     """
 
-    cells: dict[int, tuple[types.CellType, Any]]
+    captured: Captured
     standins: dict[int, Any]
     _done: dict[int, Any] = attrs.field(factory=dict)
 
@@ -246,7 +281,7 @@ class Rebinder:
         if standin is not EMPTY:
             return standin
         rebinder = _REBINDERS.get(type(value))
-        if rebinder is None:
+        if rebinder is None or not self.captured.was_searched(value):
             return value
         if id(value) not in self._done:
             self._done[id(value)] = rebinder(self, value)
@@ -285,7 +320,7 @@ class Rebinder:
         if new is old:
             return False
         now = old.cell_contents
-        _, content = self.cells.get(id(old), (old, now))
+        _, content = self.captured.cells.get(id(old), (old, now))
         new.cell_contents = self.rebind(content)
         return new.cell_contents is not now
 
@@ -311,6 +346,7 @@ class Rebinder:
         """The container with its entries rebound; itself where none changed."""
         if not items or len(items) > LARGEST_CONTAINER:
             return items
+        self._done[id(items)] = items  # for a container that holds itself
         if isinstance(items, dict):
             new = {key: self.rebind(value) for key, value in items.items()}
             changed = any(new[key] is not value for key, value in items.items())
@@ -360,3 +396,9 @@ def _few_items(value: Any) -> Iterable[tuple[Any, Any]] | None:
     if isinstance(value, (list, tuple, set, frozenset)):
         return enumerate(value) if len(value) <= LARGEST_CONTAINER else ()
     return None
+
+
+def _slots(value: Any) -> dict[str, Any]:
+    slots = getattr(type(value), "__slots__", ())
+    names = (slots,) if isinstance(slots, str) else slots
+    return {name: getattr(value, name) for name in names if hasattr(value, name)}

@@ -35,8 +35,7 @@ def global_names(code: types.CodeType) -> frozenset[str]:
     return names.union(*(global_names(part) for part in _inner(code)))
 
 
-@_remembered
-def attribute_names(code: types.CodeType, owner: Any) -> frozenset[str]:
+def attribute_names(code: types.CodeType, owner: type) -> set[str]:
     """The attributes that a method names, and those that its owner's other methods do.
 
     Of the other methods only those that it names itself, and so on.
@@ -44,14 +43,17 @@ def attribute_names(code: types.CodeType, owner: Any) -> frozenset[str]:
     names: set[str] = set()
     waiting = [code]
     while waiting:
-        part = waiting.pop()
-        waiting += _inner(part)
-        for name in set(part.co_names) - names:
+        for name in _own_names(waiting.pop()) - names:
             names.add(name)
             method = getattr(owner, name, None)
             if isinstance(method, types.FunctionType):
                 waiting.append(method.__code__)
-    return frozenset(names)
+    return names
+
+
+@_remembered
+def _own_names(code: types.CodeType) -> frozenset[str]:
+    return frozenset(code.co_names).union(*(_own_names(part) for part in _inner(code)))
 
 
 def _arguments(code: types.CodeType, operations: tuple[str, ...]) -> frozenset[str]:

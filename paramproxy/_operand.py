@@ -30,6 +30,8 @@ class Operand:
         pointer: Its storage. Versions are compared on one storage only: a
             sharding stage swaps a parameter's, an offloading hook a tensor's.
         place: Where to bring the kept copy back to; None if it was left there.
+        is_state: Whether the function wrote it itself, as a layer writes its
+            buffers.
     """
 
     where: str
@@ -39,6 +41,7 @@ class Operand:
     version: int
     pointer: int | None
     place: Any = None
+    is_state: bool = False
 
     @classmethod
     def of(cls, tensor: Any, where: str) -> Operand:
@@ -79,18 +82,17 @@ class Operand:
         A leaf may get None. The op that made any other tensor would be run on
         an empty gradient, which crashes the interpreter in Paddle's C++.
         """
-        return None if self.is_leaf else paddle.zeros_like(standin)
+        if self.is_leaf:
+            return None
+        if standin.is_dense():
+            return paddle.zeros_like(standin)
+        return paddle.sparse.subtract(standin.detach(), standin.detach())
 
     def was_changed(self, tensor: Any) -> bool:
         """Whether the storage recorded here was written since."""
-        if self.pointer is None or _pointer(tensor) != self.pointer:
+        if self.is_state or self.pointer is None or _pointer(tensor) != self.pointer:
             return False
         return bool(tensor._inplace_version() != self.version)
-
-    def accept(self, tensor: Any) -> None:
-        """Take the tensor's present value for the recorded one."""
-        if self.pointer is not None and _pointer(tensor) == self.pointer:
-            self.version = tensor._inplace_version()
 
     def __str__(self) -> str:
         if self.parameter is None:

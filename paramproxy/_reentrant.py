@@ -43,7 +43,7 @@ def run(region: Region, tensors: list[Any], offload: set[int]) -> Any:
     inputs = [tensor for tensor in tensors if not tensor.stop_gradient] or [_dummy()]
     value = region.first_run(tensors)
     result = Result.of(value)
-    region.record(result)
+    region.record(result, tensors)
     fresh = _fresh(region, result, tensors)
     if fresh and _may_be_cut_off(region, result, fresh):
         # A replay now tells. Its graph is dropped at once.
@@ -119,8 +119,22 @@ def _run_again(region: Region, kept: list[Any], output_grads: dict[int, Any]) ->
         with paddle.set_grad_enabled(True):
             roots = as_roots([replay.result.leaves[position] for position in used])
         with final_hooks_kept():
-            paddle.autograd.backward(roots, list(used.values()))
+            _run_backward(region, roots, list(used.values()))
     return replay.gradients()
+
+
+def _run_backward(region: Region, roots: list[Any], gradients: list[Any]) -> None:
+    try:
+        paddle.autograd.backward(roots, gradients)
+    except SystemError as exc:
+        if "backward twice" not in str(exc):
+            raise
+        msg = (
+            f"Cannot replay {region.name}: it uses an activation of the graph around it that was "
+            "found neither among its arguments nor in its closure, so backward ran through that "
+            f"graph twice. Pass it as an argument.\n{exc}"
+        )
+        raise UnsupportedError(msg) from exc
 
 
 def _dummy() -> Any:

@@ -132,10 +132,24 @@ class Region:
         self.call.release()
         return value
 
-    def record(self, result: Result) -> None:
-        """Take down what the replay has to give again."""
+    def record(self, result: Result, tensors: list[Any]) -> None:
+        """Take down what the replay has to give again, and refuse what it can't."""
         self.metadata = result.metadata
+        state = {
+            id(tensor): operand
+            for operand, tensor in (
+                *zip(self.operands, tensors),
+                *((operand, fixed.tensor) for operand, fixed, _ in self.fixed),
+            )
+            if operand.is_state
+        }
         for leaf in result.leaves:
+            if id(leaf) in state and is_differentiable(leaf):
+                msg = (
+                    f"Cannot recompute {self.name}: it writes into {state[id(leaf)]} and returns "
+                    "it, and the replay would write into it again. Return a new tensor."
+                )
+                raise MutationError(msg)
             if any(map(_needs_gradient, hidden_tensors(leaf))) and not isinstance(leaf, Tensor):
                 msg = (
                     f"Cannot recompute {self.name}: it returns a {type(leaf).__name__} that holds "
@@ -152,7 +166,7 @@ class Region:
 
     def _refuse_arguments(self) -> None:
         for position, leaf in enumerate(self.call.leaves):
-            if hasattr(type(leaf), "__next__"):
+            if hasattr(type(leaf), "__next__") and type(leaf).__module__ in _ITERATORS:
                 self._refuse_argument(
                     position, "is an iterator, which the first run would use up. Pass a list"
                 )
@@ -174,11 +188,11 @@ class Region:
             if not operand.was_changed(tensor):
                 continue
             if index >= len(self.call.places) and operand.stop_gradient:
-                operand.accept(tensor)  # state that it keeps, as a layer keeps buffers
+                operand.is_state = True
                 continue
             self._refuse_own_change(self.name_operand(index))
         for operand, fixed, _ in self.fixed:
-            operand.accept(fixed.tensor)
+            operand.is_state = operand.was_changed(fixed.tensor)
         for operand in self.weights:
             if operand.was_changed(operand.parameter):
                 self._refuse_own_change(str(operand))
@@ -211,7 +225,8 @@ class Region:
             given = as_intermediates(self.operands, standins)
             function, args, kwargs = self._rebound(given)
             try:
-                with hooks_registered_once([*given, *self.captured.parameters]):
+                once = hooks_registered_once([*given, *self.captured.parameters])
+                with once, self.captured.flags_restored():
                     result = Result.of(function(*args, **kwargs))
             except Exception as exc:
                 raise ReplayError(self._replay_error(exc)) from exc
@@ -278,7 +293,7 @@ class Region:
             for (_, tensor), index in zip(self.captured.tensors, self.captured_operands)
             if not tensor.stop_gradient or not tensor._is_initialized()
         }
-        rebinder = Rebinder(self.captured.cells, replaced)
+        rebinder = Rebinder(self.captured, replaced)
         args, kwargs = self.call.filled(standins, rebinder.rebind)
         return rebinder.rebind(self.function), args, kwargs
 
@@ -340,6 +355,11 @@ class Region:
             return str(operand)
         name = self.call.name_at(self.call.places[index][0])
         return name if operand.parameter is None else f"{name} ({operand})"
+
+
+# Where the types of iterators over a collection come from. An open file or an
+# iterator class of the user's may well be passed for another use.
+_ITERATORS = ("builtins", "itertools")
 
 
 def _needs_gradient(tensor: Any) -> bool:

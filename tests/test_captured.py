@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import collections
 import functools
+import gc
 import threading
 import types
+import weakref
 
 import paddle
 import pytest
 from support import Counted, param, same, tensor, values
 
-from paramproxy import recompute
+from paramproxy import MutationError, recompute
+from paramproxy._captured import LARGEST_SEARCH, Captured
 
 
 def test_an_activation_that_is_argument_and_captured_has_both_gradients():
@@ -345,6 +348,139 @@ def test_state_of_an_owner_that_the_method_does_not_name_may_change():
         return values(x.grad), values(trainer.w.grad)
 
     same(scenario, ([2.0], [3.0]))
+
+
+@pytest.mark.parametrize("frozen_first", [True, False])
+@pytest.mark.parametrize("how", ["closure", "layer", "method"])
+def test_a_weight_that_is_frozen_or_unfrozen_in_between_is_as_in_the_first_run(how, frozen_first):
+    """As a GAN does with its discriminator."""
+
+    def scenario(run):
+        layer, x = paddle.nn.Linear(2, 2), tensor([[1.0, 2.0]])
+        weight = layer.weight
+        weight.stop_gradient = frozen_first
+        function = {
+            "closure": lambda a: paddle.matmul(a, weight),
+            "layer": layer,
+            "method": layer.forward,
+        }[how]
+        y = run(function, x * 1.0)
+        weight.stop_gradient = not frozen_first
+        y.sum().backward()
+        return values(weight.grad), weight.stop_gradient
+
+    got = same(scenario)
+    assert (got[0] is None) == frozen_first
+
+
+def test_a_layer_that_is_switched_to_eval_in_between_is_replayed_in_training():
+    def scenario(run):
+        layer, x = (
+            paddle.nn.Sequential(paddle.nn.Linear(4, 4), paddle.nn.Dropout(0.5)),
+            tensor([[1.0] * 4]),
+        )
+        layer[0].weight.set_value(paddle.ones([4, 4]))
+        y = run(layer, x * 1.0)
+        layer.eval()
+        y.sum().backward()
+        return values(y), values(x.grad), layer.training, layer[1].training
+
+    same(scenario)
+
+
+def test_state_in_a_closure_may_move_on_with_the_next_micro_batch():
+    count = tensor([0.0], grad=False)
+
+    def region(a):
+        with paddle.no_grad():
+            count.add_(paddle.ones([1]))
+        return a * 2.0
+
+    x = tensor([1.0])
+    first, second = recompute(region, x * 1.0), recompute(region, x * 1.0)
+    first.sum().backward()
+    second.sum().backward()
+    assert values(x.grad) == [4.0]
+
+
+def test_a_captured_tensor_that_is_written_and_returned_is_refused():
+    def make():
+        out = paddle.zeros([2])
+
+        def region(a):
+            out[0] = a[0] * 3.0
+            return out
+
+        return region
+
+    with pytest.raises(
+        MutationError, match="it writes into closure variable 'out' and returns it"
+    ) as caught:
+        recompute(make(), tensor([1.0, 2.0]) * 1.0)
+    assert "Return a new tensor." in str(caught.value)
+
+
+def _cycle():
+    tree = {"scale": 2.0, "children": []}
+    tree["children"].append({"parent": tree})
+    return lambda a: a * tree["scale"] * len(tree["children"])
+
+
+def _deep():
+    box = []
+    for _ in range(3000):
+        box = [box]
+    return lambda a: a * 2.0 * len(box)
+
+
+def _wide():
+    box = [[[i] * 200 for i in range(200)] for _ in range(200)]
+    return lambda a: a * 2.0 * (len(box) // 200)
+
+
+@pytest.mark.parametrize("make", [_cycle, _deep, _wide], ids=["cycle", "deep", "wide"])
+def test_whatever_is_captured_is_searched_within_bounds(make):
+    def scenario(run):
+        x = tensor([1.0])
+        run(make(), x * 1.0).sum().backward()
+        return values(x.grad)
+
+    same(scenario, [2.0])
+    captured = Captured.by(make(), ())
+    assert len(captured._seen) <= LARGEST_SEARCH + 1
+
+
+def test_what_is_remembered_of_bytecode_keeps_no_class_alive():
+    def once():
+        class Local(paddle.nn.Layer):
+            def forward(self, a):
+                return a * 2.0
+
+        recompute(Local().forward, tensor([1.0]) * 1.0).sum().backward()
+        return weakref.ref(Local)
+
+    dead = [once() for _ in range(3)]
+    gc.collect()
+    assert [ref() for ref in dead] == [None] * 3
+
+
+def _global_helper(a):
+    return a * DEEP_ACTIVATION
+
+
+DEEP_ACTIVATION = None
+
+
+def test_an_activation_that_was_not_found_is_named_as_the_likely_cause():
+    global DEEP_ACTIVATION
+    x = tensor([1.0])
+    DEEP_ACTIVATION = paddle.tanh(x)
+    y = recompute(lambda a: _global_helper(a), x * 1.0)
+    with pytest.raises(
+        OSError, match="it uses an activation of the graph around it that was found"
+    ) as caught:
+        (y + DEEP_ACTIVATION).sum().backward()
+    assert "Pass it as an argument." in str(caught.value)
 
 
 class TestFreedArguments:

@@ -199,6 +199,17 @@ def test_an_iterator_is_refused_since_the_first_run_would_use_it_up(make):
     )
 
 
+def test_an_open_file_is_no_iterator_to_use_up(tmp_path):
+    with (tmp_path / "log").open("w") as log:
+
+        def region(a, log):
+            log.write("called\n")
+            return a * 2.0
+
+        recompute(region, tensor([1.0]) * 1.0, log).sum().backward()
+    assert (tmp_path / "log").read_text() == "called\n" * 2
+
+
 def test_an_unregistered_object_without_gradients_passes():
     def scenario(run):
         x, mask = tensor([1.0]), tensor([2.0], grad=False)

@@ -253,6 +253,17 @@ def test_a_sparse_tensor_passes():
     same(scenario)
 
 
+def test_a_sparse_argument_that_is_not_used_passes():
+    def scenario(run):
+        x, w = tensor([[1.0, 0.0], [0.0, 2.0]]), param([3.0])
+        s = x.to_sparse_coo(2)
+        y = run(lambda s: w * 2.0, s)
+        (y.sum() + s.to_dense().sum()).backward()
+        return values(w.grad), values(x.grad)
+
+    same(scenario)
+
+
 def test_looking_whether_a_block_is_frozen_draws_no_random_numbers():
     def scenario(run):
         frozen = paddle.nn.Linear(2, 2)
