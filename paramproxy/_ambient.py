@@ -33,28 +33,44 @@ class RandomState:
     Attributes:
         paddle: The generators of the current device.
         tracker: The named states of the hybrid-parallel tracker.
-        numpy: numpy's global generator.
-        python: The `random` module's.
         custom: What the function registered with Paddle's own
             `custom_state_manager` returned, or None.
+        numpy: numpy's global generator; None to leave it alone.
+        python: The `random` module's; None to leave it alone.
     """
 
     paddle: Any
     tracker: Any
+    custom: Any
     numpy: Any
     python: Any
-    custom: Any
 
     @classmethod
-    def capture(cls) -> RandomState:
+    def capture(cls, *, numpy: bool = True, python: bool = True) -> RandomState:
         manager = custom_state_manager()
         get_custom = getattr(manager, "custom_get_state_func", None)
         return cls(
             paddle=paddle.get_rng_state(),
             tracker=get_rng_state_tracker().get_states_tracker(),
-            numpy=np.random.get_state(legacy=False),
-            python=random.getstate(),
             custom=None if get_custom is None else get_custom(),
+            numpy=np.random.get_state(legacy=False) if numpy else None,
+            python=random.getstate() if python else None,
+        )
+
+    def capture_again(self) -> RandomState:
+        """The same streams as they are now."""
+        return RandomState.capture(numpy=self.numpy is not None, python=self.python is not None)
+
+    def without_untouched(self) -> RandomState:
+        """Leave out numpy's and Python's stream if nothing was drawn from it since.
+
+        Layers draw from Paddle's, and setting the other two takes longer than
+        all the rest of a replay of a small function.
+        """
+        return attrs.evolve(
+            self,
+            numpy=None if _same(self.numpy, np.random.get_state(legacy=False)) else self.numpy,
+            python=None if self.python == random.getstate() else self.python,
         )
 
     def restore(self) -> None:
@@ -62,10 +78,21 @@ class RandomState:
         with contextlib.ExitStack() as stack:
             if self.custom is not None:
                 stack.callback(custom_state_manager().custom_set_state_func, self.custom)
-            stack.callback(random.setstate, self.python)
-            stack.callback(np.random.set_state, self.numpy)
+            if self.python is not None:
+                stack.callback(random.setstate, self.python)
+            if self.numpy is not None:
+                stack.callback(np.random.set_state, self.numpy)
             stack.callback(get_rng_state_tracker().set_states_tracker, self.tracker)
             stack.callback(paddle.set_rng_state, self.paddle)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two states of a numpy generator are equal: nested dicts with arrays in them."""
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, np.ndarray):
+        return bool((one == other).all())
+    return bool(one == other)
 
 
 @attrs.frozen
@@ -119,10 +146,15 @@ class Ambient:
     def capture(cls, preserve_rng_state: bool) -> Ambient:
         return cls(AmpState.capture(), RandomState.capture() if preserve_rng_state else None)
 
+    def without_untouched(self) -> Ambient:
+        """After the first run: leave out what need not be restored."""
+        return self if self.random is None else Ambient(self.amp, self.random.without_untouched())
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """Gradients on, and everything as it was; afterwards as it is now."""
-        now = Ambient.capture(self.random is not None)
+        random_now = None if self.random is None else self.random.capture_again()
+        now = Ambient(AmpState.capture(), random_now)
         with contextlib.ExitStack() as stack:
             stack.callback(now._put_back)
             self._put_back()

@@ -128,6 +128,7 @@ class Region:
         """Call the function without recording, on the caller's own objects."""
         with paddle.set_grad_enabled(self.captured.has_static):
             value = self.function(*self.call.args, **self.call.kwargs)
+        self.ambient = self.ambient.without_untouched()
         self._refuse_own_changes(tensors)
         self.call.release()
         return value

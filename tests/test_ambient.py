@@ -341,3 +341,40 @@ def test_counting_itself():
     counted = Counted(noisy)
     recompute(counted, tensor([1.0]) * 1.0).sum().backward()
     assert counted.calls == 2
+
+
+@pytest.mark.parametrize(
+    "drawing",
+    [
+        lambda: float(np.random.normal()),
+        lambda: float(np.random.rand()),
+        random.random,
+        lambda: random.gauss(0.0, 1.0),
+    ],
+    ids=["numpy normal", "numpy rand", "random", "gauss"],
+)
+@pytest.mark.parametrize("before", [0, 1])
+def test_a_stream_is_left_out_only_if_nothing_at_all_was_drawn(drawing, before):
+    """A cached Gaussian is used up without a step of the generator."""
+
+    def scenario(run):
+        random.seed(3), np.random.seed(3)
+        for _ in range(before):
+            drawing()
+        x = tensor([2.0])
+        y = run(lambda a: a * a * drawing(), x * 1.0)
+        y.sum().backward()
+        return values(y), values(x.grad), np.random.rand(), random.random()
+
+    same(scenario)
+
+
+def test_a_stream_from_which_nothing_was_drawn_is_not_set(monkeypatch):
+    def refuse(*_):
+        raise AssertionError("a stream was set that nobody had touched")
+
+    monkeypatch.setattr(np.random, "set_state", refuse)
+    monkeypatch.setattr(random, "setstate", refuse)
+    x = tensor([3.0])
+    recompute(lambda a: paddle.nn.functional.dropout(a, 0.0) * a, x * 1.0).sum().backward()
+    assert values(x.grad) == [6.0]
