@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from paramproxy._compat import paddle_recompute
-from paramproxy._view import Handover, make_leaf
+from paramproxy._leaf import Handover, make_leaf
 
 
 ROUNDS = 9

@@ -3,10 +3,11 @@
 import sys
 
 from paramproxy._compat import keep_out_of_to_static
+from paramproxy._leaf import ParamLeaf
 from paramproxy._recompute import recompute
 from paramproxy._tree import detach, grads
 from paramproxy._version import __version__
-from paramproxy._view import ParamLeaf, ParamView, unwrap
+from paramproxy._view import ParamView, unwrap
 from paramproxy.exceptions import (
     InPlaceOperatorError,
     MutationError,

@@ -8,8 +8,9 @@ from typing import Any
 import attrs
 
 from paramproxy._compat import Tensor
+from paramproxy._leaf import is_retired
 from paramproxy._tree import flatten, unflatten
-from paramproxy._view import ParamView, is_retired, unwrap
+from paramproxy._view import ParamView, unwrap
 
 
 __all__ = ["Call", "Metadata", "Result"]

@@ -17,12 +17,12 @@ from typing import Any
 import attrs
 import paddle
 
-from paramproxy._code import assigned_names, attribute_names, global_names
+from paramproxy._code import attribute_names, global_names
 from paramproxy._compat import EagerParamBase, StaticFunction, Tensor
 from paramproxy._view import unwrap
 
 
-__all__ = ["Captured", "Fixed", "function_name"]
+__all__ = ["EMPTY", "Captured", "Fixed", "cell_content", "function_name"]
 
 # A list or dict with more entries than this is data, not a handful of
 # activations, and is not searched at every call.
@@ -107,7 +107,7 @@ class Captured:
     def _add_tensor(self, tensor: Any, where: str) -> None:
         if isinstance(tensor, EagerParamBase):
             self._add_parameter(tensor)
-        else:
+        elif not _is_freed(tensor):
             self.tensors.append((where, tensor))
 
     def _add_parameter(self, param: Any) -> None:
@@ -125,7 +125,7 @@ class Captured:
             if isinstance(tensor, EagerParamBase):
                 if is_read:
                     self._add_parameter(tensor)
-            elif id(tensor) not in self._seen:
+            elif id(tensor) not in self._seen and not _is_freed(tensor):
                 self._seen.add(id(tensor))
                 name = where if key is None else f"{where}[{key!r}]"
                 self.fixed.append(Fixed(name, tensor, is_read))
@@ -262,112 +262,6 @@ _HANDLERS: dict[type, Any] = {
 }
 
 
-@attrs.define(eq=False)
-class Rebinder:
-    """Makes the function of the replay: the same code, in the first run's world.
-
-    Attributes:
-        captured: The first run's world.
-        standins: What to put in an object's place, by the object's id.
-    """
-
-    captured: Captured
-    standins: dict[int, Any]
-    _done: dict[int, Any] = attrs.field(factory=dict)
-
-    def rebind(self, value: Any) -> Any:
-        """`value` with every captured tensor replaced; itself where nothing is."""
-        standin = self.standins.get(id(value), EMPTY)
-        if standin is not EMPTY:
-            return standin
-        rebinder = _REBINDERS.get(type(value))
-        if rebinder is None or not self.captured.was_searched(value):
-            return value
-        if id(value) not in self._done:
-            self._done[id(value)] = rebinder(self, value)
-        return self._done[id(value)]
-
-    def _function(self, function: types.FunctionType) -> Any:
-        """The function on new cells, each with what the first run found in it.
-
-        A variable that the function itself assigns (`nonlocal`) is its own
-        business, and keeps its cell.
-        """
-        old = function.__closure__ or ()
-        own = assigned_names(function.__code__)
-        new = tuple(
-            cell if name in own or cell_content(cell) is EMPTY else types.CellType()
-            for name, cell in zip(function.__code__.co_freevars, old)
-        )
-        rebound = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, None, new or None
-        )
-        self._done[id(function)] = rebound  # for a function that captures itself
-        changed = [self._fill(new_cell, cell) for new_cell, cell in zip(new, old)]
-        rebound.__defaults__ = self._items(function.__defaults__)
-        rebound.__kwdefaults__ = self._items(function.__kwdefaults__)
-        if (
-            not any(changed)
-            and rebound.__defaults__ is function.__defaults__
-            and rebound.__kwdefaults__ is function.__kwdefaults__
-        ):
-            return function
-        rebound.__dict__.update(function.__dict__)
-        rebound.__qualname__ = function.__qualname__
-        return rebound
-
-    def _fill(self, new: types.CellType, old: types.CellType) -> bool:
-        if new is old:
-            return False
-        now = old.cell_contents
-        _, content = self.captured.cells.get(id(old), (old, now))
-        new.cell_contents = self.rebind(content)
-        return new.cell_contents is not now
-
-    def _method(self, method: Any) -> Any:
-        function, owner = self.rebind(method.__func__), method.__self__
-        standin = self.standins.get(id(owner), owner)
-        if function is method.__func__ and standin is owner:
-            return method
-        return types.MethodType(function, standin)
-
-    def _builtin_method(self, method: Any) -> Any:
-        standin = self.standins.get(id(method.__self__))
-        return method if standin is None else getattr(standin, method.__name__)
-
-    def _partial(self, partial: Any) -> Any:
-        function = self.rebind(partial.func)
-        args, keywords = self._items(partial.args), self._items(partial.keywords)
-        if function is partial.func and args is partial.args and keywords is partial.keywords:
-            return partial
-        return functools.partial(function, *args, **keywords)
-
-    def _items(self, items: Any) -> Any:
-        """The container with its entries rebound; itself where none changed."""
-        if not items or len(items) > LARGEST_CONTAINER:
-            return items
-        self._done[id(items)] = items  # for a container that holds itself
-        if isinstance(items, dict):
-            new = {key: self.rebind(value) for key, value in items.items()}
-            changed = any(new[key] is not value for key, value in items.items())
-            return new if changed else items
-        rebound = [self.rebind(value) for value in items]
-        if all(one is other for one, other in zip(rebound, items)):
-            return items
-        return type(items)(rebound)
-
-
-_REBINDERS: dict[type, Any] = {
-    types.FunctionType: Rebinder._function,
-    types.MethodType: Rebinder._method,
-    types.BuiltinMethodType: Rebinder._builtin_method,
-    functools.partial: Rebinder._partial,
-    list: Rebinder._items,
-    tuple: Rebinder._items,
-    dict: Rebinder._items,
-}
-
-
 def function_name(function: Any) -> str:
     """How an error names a function: qualified name, file and line if it has them."""
     while not isinstance(function, types.FunctionType):
@@ -387,6 +281,11 @@ def cell_content(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:
         return EMPTY
+
+
+def _is_freed(tensor: Any) -> bool:
+    """Whether the tensor had been let go of before the first run: nobody can read it."""
+    return not tensor._is_initialized() and 0 not in tensor.shape
 
 
 def _few_items(value: Any) -> Iterable[tuple[Any, Any]] | None:

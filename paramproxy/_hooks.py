@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from paramproxy._compat import TENSORS_HAVE_ATTRIBUTES, EagerParamBase
-from paramproxy._view import ParamLeaf, already_registered
+from paramproxy._leaf import ParamLeaf, already_registered
 
 
 __all__ = ["hooks_registered_once"]

@@ -9,8 +9,8 @@ import paddle
 from paddle.autograd import PyLayer
 
 from paramproxy._compat import EagerParamBase, core, with_own_header
+from paramproxy._leaf import Handover, make_leaf, set_flag
 from paramproxy._tree import alias, copy_attributes
-from paramproxy._view import Handover, make_leaf, set_flag
 
 
 __all__ = ["Operand", "as_intermediates", "as_roots", "to_host"]
@@ -21,7 +21,8 @@ class Operand:
     """One tensor that a region reads, as it was at the first run.
 
     Attributes:
-        where: The words that name it: `argument 0`, `closure variable 'h'`.
+        where: The words that name it, `closure variable 'h'`; empty for an
+            argument, whose name is looked up when it is needed.
         parameter: The parameter itself; None for any other tensor, of which an
             alias is kept in its stead.
         stop_gradient: Its flag. A caller's saved-tensor hooks lose it.

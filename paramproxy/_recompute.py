@@ -127,7 +127,7 @@ def _recompute(
     if not options.use_reentrant:
         msg = (
             f"Cannot recompute {function_name(function)} with use_reentrant=False: this release "
-            "has the reentrant engine only. Leave use_reentrant at True."
+            "has the reentrant engine only. Leave use_reentrant at True, or use Paddle's own."
         )
         raise UnsupportedError(msg)
     region, tensors = Region.open(function, args, kwargs, options.preserve_rng_state)
@@ -146,9 +146,10 @@ def _offloaded(region: Region, indices: tuple[int | str, ...]) -> set[int]:
         if region.operands[index].parameter is None:
             offloaded.add(index)
             continue
+        name = region.name_operand(region.operands[index])
         warnings.warn(
-            f"offload_indices names {region.name_operand(index)}, which stays where it is: "
-            "a parameter is not an activation. Take it out of offload_indices.",
+            f"offload_indices names {name}, which stays where it is: a parameter is not an "
+            "activation. Take it out of offload_indices.",
             stacklevel=5,
         )
     return offloaded

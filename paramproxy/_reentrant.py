@@ -216,7 +216,8 @@ def _look_at_caller(region: Region) -> None:
 def _refuse(region: Region, why: str) -> None:
     msg = (
         f"Cannot differentiate {region.name} in reentrant mode {why}. "
-        "Use recompute(..., use_reentrant=False), or call the function without recompute."
+        "Call it without recompute there, or with the hook engine of Paddle's own recompute "
+        "(use_reentrant=False): paramproxy's is still to come."
     )
     raise UnsupportedError(msg)
 
@@ -239,7 +240,8 @@ def _warn_of_retain_graph(region: Region, frame: types.FrameType) -> None:
         caller = caller.f_back
     msg = (
         f"retain_graph=True around {region.name}, recomputed in reentrant mode: a second backward "
-        "through it crashes Paddle. Use recompute(..., use_reentrant=False) there."
+        "through it crashes Paddle. Call it without recompute there, or with the hook engine of "
+        "Paddle's own recompute (use_reentrant=False): paramproxy's is still to come."
     )
     warnings.warn_explicit(
         msg,

@@ -24,13 +24,14 @@ import paddle
 
 from paramproxy._ambient import Ambient
 from paramproxy._call import Call, Metadata, Result
-from paramproxy._captured import Captured, Fixed, Rebinder, function_name
+from paramproxy._captured import Captured, Fixed, function_name
 from paramproxy._compat import EagerParamBase, Tensor
 from paramproxy._graph import reaches
 from paramproxy._hooks import hooks_registered_once
+from paramproxy._leaf import Handover, leaf_gradient
 from paramproxy._operand import Operand, as_intermediates
+from paramproxy._rebind import Rebinder
 from paramproxy._tree import alias, hidden_tensors
-from paramproxy._view import Handover, leaf_gradient
 from paramproxy.exceptions import (
     MutationError,
     NoStorageError,
@@ -191,17 +192,18 @@ class Region:
             if index >= len(self.call.places) and operand.stop_gradient:
                 operand.is_state = True
                 continue
-            self._refuse_own_change(self.name_operand(index))
+            self._refuse_own_change(operand)
         for operand, fixed, _ in self.fixed:
             operand.is_state = operand.was_changed(fixed.tensor)
         for operand in self.weights:
             if operand.was_changed(operand.parameter):
-                self._refuse_own_change(str(operand))
+                self._refuse_own_change(operand)
 
-    def _refuse_own_change(self, what: str) -> None:
+    def _refuse_own_change(self, operand: Operand) -> None:
         msg = (
-            f"Cannot recompute {self.name}: it changes {what} in place, so a replay would start "
-            "from the changed value. Change a clone of it in the function, or change it outside."
+            f"Cannot recompute {self.name}: it changes {self.name_operand(operand)} in place, so a "
+            "replay would start from the changed value. Change a clone of it in the function, or "
+            "change it outside."
         )
         raise MutationError(msg)
 
@@ -252,34 +254,35 @@ class Region:
     def _standins(self, kept: list[Any], handover: Handover) -> list[Any]:
         """Compare everything the function reads, then make what it gets."""
         for operand in self.weights:
-            self._refuse_change(operand, operand.parameter, str(operand))
+            self._refuse_change(operand, operand.parameter)
         for operand, fixed, twin in self.fixed:
             if fixed.is_read:
-                self._refuse_change(operand, twin, operand.where)
+                self._refuse_change(operand, twin)
         tensors = self._tensors(kept)
-        for index, (operand, tensor) in enumerate(zip(self.operands, tensors)):
-            self._refuse_change(operand, tensor, self.name_operand(index))
+        for operand, tensor in zip(self.operands, tensors):
+            self._refuse_change(operand, tensor)
         return [o.standin(tensor, handover) for o, tensor in zip(self.operands, tensors)]
 
-    def _refuse_change(self, operand: Operand, tensor: Any, what: str) -> None:
+    def _refuse_change(self, operand: Operand, tensor: Any) -> None:
         if not isinstance(tensor, Tensor):
             msg = (
                 f"Cannot replay {self.name}: the unpack hook of saved_tensors_hooks around it gave "
-                f"a {type(tensor).__name__} for {what}. Paddle does not call it where the pack "
-                "hook returned a list or tuple: return another object there."
+                f"a {type(tensor).__name__} for {self.name_operand(operand)}. Paddle does not call "
+                "it where the pack hook returned a list or tuple: return another object there."
             )
             raise UnsupportedError(msg)
         if operand.pointer and operand.parameter is None and not tensor._is_initialized():
             msg = (
-                f"Cannot replay {self.name}: the data of {what} was freed for all its aliases "
-                "(_clear_data). Use _clear_dataptr, which lets go of one tensor."
+                f"Cannot replay {self.name}: the data of {self.name_operand(operand)} was freed "
+                "for all its aliases (_clear_data). Use _clear_dataptr: it lets go of one tensor."
             )
             raise NoStorageError(msg)
         if operand.was_changed(tensor):
+            versions = f"version {operand.version}, now {tensor._inplace_version()}"
             msg = (
-                f"Cannot replay {self.name}: {what} was changed in place after the first run "
-                f"(version {operand.version}, now {tensor._inplace_version()}), so its gradients "
-                "would be wrong. Change it after backward, or pass a clone of it to recompute."
+                f"Cannot replay {self.name}: {self.name_operand(operand)} was changed in place "
+                f"after the first run ({versions}), so its gradients would be wrong. Change it "
+                "after backward, or pass a clone of it to recompute."
             )
             raise MutationError(msg)
 
@@ -349,11 +352,11 @@ class Region:
             "Nothing is left changed; the next step can go on."
         )
 
-    def name_operand(self, index: int) -> str:
+    def name_operand(self, operand: Operand) -> str:
         """How an error names an operand: `argument 1 (parameter 'linear_0.w_0')`."""
-        operand = self.operands[index]
-        if index >= len(self.call.places):
+        if operand.where:
             return str(operand)
+        index = next(i for i, known in enumerate(self.operands) if known is operand)
         name = self.call.name_at(self.call.places[index][0])
         return name if operand.parameter is None else f"{name} ({operand})"
 

@@ -14,15 +14,9 @@ import optree
 import paddle
 
 from paramproxy._compat import TENSORS_HAVE_ATTRIBUTES, EagerParamBase, Tensor, untraced
-from paramproxy._view import (
-    Handover,
-    ParamLeaf,
-    ParamView,
-    make_leaf,
-    refuse_static_graph,
-    take_gradient,
-    unwrap,
-)
+from paramproxy._leaf import Handover, ParamLeaf, make_leaf, take_gradient
+from paramproxy._parameter import refuse_static_graph
+from paramproxy._view import ParamView, unwrap
 
 
 __all__ = ["alias", "copy_attributes", "detach", "flatten", "grads", "hidden_tensors", "unflatten"]

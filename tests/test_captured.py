@@ -520,6 +520,31 @@ class TestFreedArguments:
         same(scenario, [6.0, 12.0])
 
 
+@pytest.mark.parametrize("where", ["closure", "list in a closure", "attribute", "list"])
+def test_what_was_freed_before_the_first_run_is_no_matter(where):
+    class Keeps(paddle.nn.Layer):
+        def forward(self, a):
+            return a * 2.0
+
+    def scenario(run):
+        x, layer = tensor([1.0, 2.0]), Keeps()
+        h = x * 3.0
+        box = [h]
+        if where == "attribute":
+            layer.kept = h
+        elif where == "list":
+            layer.kept = box
+        function = {
+            "closure": lambda a: a * 2.0 if h is not None else a,
+            "list in a closure": lambda a: a * 2.0 * len(box),
+        }.get(where, layer)
+        h._clear_dataptr()
+        run(function, x * 1.0).sum().backward()
+        return values(x.grad)
+
+    same(scenario, [2.0, 2.0])
+
+
 def test_a_large_container_is_data_and_not_searched():
     big = [tensor([float(i)], grad=False) for i in range(1000)]
 

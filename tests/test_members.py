@@ -9,7 +9,7 @@ from paddle.base import core
 from paddle.base.framework import EagerParamBase
 from support import param
 
-from paramproxy import _view, detach
+from paramproxy import _leaf, detach
 
 
 # Words in the name of a member that holds a gradient, a hook, a flag, a
@@ -19,11 +19,11 @@ STATEFUL = re.compile(
     r"|reconstruct|initialize|trainable|init_func"
 )
 PLACES = {
-    "GRADIENT": _view.GRADIENT,
-    "NOTIFICATION": _view.NOTIFICATION,
-    "SHARED_STATE": _view.SHARED_STATE,
-    "IDENTITY": _view.IDENTITY,
-    "GRAPH": _view.GRAPH,
+    "GRADIENT": _leaf.GRADIENT,
+    "NOTIFICATION": _leaf.NOTIFICATION,
+    "SHARED_STATE": _leaf.SHARED_STATE,
+    "IDENTITY": _leaf.IDENTITY,
+    "GRAPH": _leaf.GRAPH,
 }
 # Match, but ask something that is the same of both.
 HARMLESS = {"_is_initialized", "__init_subclass__", "__subclasshook__"}
@@ -50,13 +50,13 @@ def test_every_writable_field_that_lives_in_c_has_a_place():
             setattr(tensor, name, getattr(tensor, name))
 
 
-@pytest.mark.parametrize("name", sorted(_view.SHARED_STATE))
+@pytest.mark.parametrize("name", sorted(_leaf.SHARED_STATE))
 def test_state_that_is_shared_is_written_on_both(name):
     """Each is defined on the leaf, or is a field that `__setattr__` writes twice."""
     if not hasattr(core.eager.Tensor, name) and not hasattr(EagerParamBase, name):
         return
     fields = ("data", "requires_grad", "stop_gradient", "trainable")
-    assert name in fields or name in vars(_view.ParamLeaf)
+    assert name in fields or name in vars(_leaf.ParamLeaf)
 
 
 def test_the_gradient_members_change_sides_when_handed_over():
@@ -65,8 +65,8 @@ def test_the_gradient_members_change_sides_when_handed_over():
     (w * 2.0).sum().backward()
     (leaf * 3.0).sum().backward()
     assert leaf.grad.numpy().tolist() == [3.0, 3.0]
-    _view.take_gradient(leaf)
+    _leaf.take_gradient(leaf)
     assert leaf.grad.numpy().tolist() == [2.0, 2.0]
-    for name in _view.GRADIENT & set(dir(w)):
+    for name in _leaf.GRADIENT & set(dir(w)):
         if callable(getattr(w, name, None)):
             assert getattr(leaf, name).__self__ is w
