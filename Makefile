@@ -6,7 +6,7 @@ PADDLES := 2.6.2 3.0.0 3.1.1 3.2.2 3.3.1
 # Paddle 2.6 was built against numpy 1.
 NUMPY_2.6.2 := numpy<2
 
-.PHONY: help demo test lint types dist docs docs-serve check test-versions clean
+.PHONY: help demo test lint types dist docs docs-serve bench check test-versions clean
 
 help:
 	@echo "demo           install paramproxy with CPU Paddle, run the doctor"
@@ -14,7 +14,8 @@ help:
 	@echo "test-versions  the suite on Paddle $(PADDLES), a venv for each"
 	@echo "lint types     ruff; mypy, strict"
 	@echo "dist docs      build sdist and wheel; build the docs into site/"
-	@echo "check          all of the above but test-versions"
+	@echo "bench          what a leaf costs, beside Paddle's copy of a parameter"
+	@echo "check          lint types test dist docs"
 
 demo: $(VENV)/cpu.stamp
 	$(VENV)/bin/python -m paramproxy
@@ -38,6 +39,9 @@ docs: $(VENV)/docs.stamp
 
 docs-serve: $(VENV)/docs.stamp
 	$(VENV)/bin/mkdocs serve
+
+bench: $(VENV)/cpu.stamp
+	$(VENV)/bin/python -W ignore bench/leaf.py
 
 check: lint types test dist docs
 
