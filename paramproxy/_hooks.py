@@ -12,9 +12,7 @@ from paramproxy._leaf import ParamLeaf, already_registered
 
 __all__ = ["hooks_registered_once"]
 
-_REGISTRATIONS = dict.fromkeys(
-    ("register_hook", "_register_grad_hook", "_register_backward_hook"), already_registered
-)
+_REGISTRATIONS = ("register_hook", "_register_grad_hook", "_register_backward_hook")
 
 
 @contextlib.contextmanager
@@ -26,16 +24,16 @@ def hooks_registered_once(tensors: Iterable[Any]) -> Iterator[None]:
     parameters have one.
     """
     covered = [
-        vars(tensor)
+        (vars(tensor), [name for name in _REGISTRATIONS if name not in vars(tensor)])
         for tensor in tensors
         if type(tensor) is EagerParamBase
         or (TENSORS_HAVE_ATTRIBUTES and not isinstance(tensor, ParamLeaf))
     ]
-    for attributes in covered:
-        attributes.update(_REGISTRATIONS)
     try:
+        for attributes, names in covered:
+            attributes.update((name, already_registered) for name in names)
         yield
     finally:
-        for attributes in covered:
-            for name in _REGISTRATIONS:
+        for attributes, names in covered:
+            for name in names:
                 attributes.pop(name, None)

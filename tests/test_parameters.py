@@ -229,6 +229,29 @@ def test_a_hook_registered_in_the_region_on_something_else_counts_once(how):
     same(scenario)
 
 
+def test_registering_once_leaves_nothing_on_the_tensors_and_takes_nothing_off():
+    w, x = param([2.0]), tensor([3.0])
+    w.register_hook = own = w.register_hook
+    before = dict(vars(w))
+
+    def region(a, fail):
+        if fail and len(calls) == 1:
+            raise ValueError("again")
+        calls.append(1)
+        return a * w
+
+    for fail in (False, True):
+        calls = []
+        y = recompute(region, x * 1.0, fail)
+        if fail:
+            with pytest.raises(OSError, match="again"):
+                y.sum().backward()
+        else:
+            y.sum().backward()
+        assert vars(w) == before
+        assert w.register_hook is own
+
+
 def test_the_gradient_that_the_region_reads_on_a_parameter_is_the_parameters():
     def scenario(run):
         w, x = param([2.0]), tensor([3.0])
