@@ -19,6 +19,8 @@ import paddle
 
 from paramproxy._code import attribute_names, global_names
 from paramproxy._compat import EagerParamBase, StaticFunction, Tensor
+from paramproxy._parameter import lacks_storage
+from paramproxy._tree import attributes
 from paramproxy._view import unwrap
 
 
@@ -107,7 +109,7 @@ class Captured:
     def _add_tensor(self, tensor: Any, where: str) -> None:
         if isinstance(tensor, EagerParamBase):
             self._add_parameter(tensor)
-        elif not _is_freed(tensor):
+        elif not lacks_storage(tensor):  # freed before the first run: nobody reads it
             self.tensors.append((where, tensor))
 
     def _add_parameter(self, param: Any) -> None:
@@ -125,7 +127,7 @@ class Captured:
             if isinstance(tensor, EagerParamBase):
                 if is_read:
                     self._add_parameter(tensor)
-            elif id(tensor) not in self._seen and not _is_freed(tensor):
+            elif id(tensor) not in self._seen and not lacks_storage(tensor):
                 self._seen.add(id(tensor))
                 name = where if key is None else f"{where}[{key!r}]"
                 self.fixed.append(Fixed(name, tensor, is_read))
@@ -164,8 +166,7 @@ class Captured:
         """Any other object: the tensors in its attributes, or the items of a container."""
         inside = _few_items(value)
         if inside is None:
-            attributes = {**_slots(value), **getattr(value, "__dict__", {})}
-            inside = attributes.items() if len(attributes) <= LARGEST_CONTAINER else ()
+            inside = _few_items(attributes(value)) or ()
         for key, item in inside:
             if type(item) not in _CONSTANTS:
                 self._add_fixed(item, f"attribute {key!r}", is_read=key in names)
@@ -283,11 +284,6 @@ def cell_content(cell: types.CellType) -> Any:
         return EMPTY
 
 
-def _is_freed(tensor: Any) -> bool:
-    """Whether the tensor had been let go of before the first run: nobody can read it."""
-    return not tensor._is_initialized() and 0 not in tensor.shape
-
-
 def _few_items(value: Any) -> Iterable[tuple[Any, Any]] | None:
     """The items of a small container, by key; None for anything else."""
     if isinstance(value, Mapping):
@@ -295,9 +291,3 @@ def _few_items(value: Any) -> Iterable[tuple[Any, Any]] | None:
     if isinstance(value, (list, tuple, set, frozenset)):
         return enumerate(value) if len(value) <= LARGEST_CONTAINER else ()
     return None
-
-
-def _slots(value: Any) -> dict[str, Any]:
-    slots = getattr(type(value), "__slots__", ())
-    names = (slots,) if isinstance(slots, str) else slots
-    return {name: getattr(value, name) for name in names if hasattr(value, name)}

@@ -8,17 +8,11 @@ from __future__ import annotations
 import dis
 import functools
 import types
-from collections.abc import Callable
-from typing import Any, TypeVar
 
 
 __all__ = ["assigned_names", "attribute_names", "global_names"]
 
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-def _remembered(function: F) -> F:
-    return functools.lru_cache(maxsize=4096)(function)  # type: ignore[return-value]
+_remembered = functools.lru_cache(maxsize=4096)
 
 
 @_remembered

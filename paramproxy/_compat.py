@@ -93,6 +93,7 @@ TENSORS_HAVE_ATTRIBUTES = "__dict__" in vars(Tensor)
 TENSORS_REDUCE = "__reduce_ex__" in vars(Tensor)
 
 
+@functools.cache
 def paddle_recompute() -> Any:
     """Paddle's own recompute module (`import ... as m` would give the function)."""
     name = "paddle.distributed.fleet.recompute.recompute"
@@ -125,8 +126,11 @@ def with_own_header(tensor: Any) -> Any:
 
     `detach` shares the header too, and a PyLayer takes an output on the header
     of an input for an in-place change of that input. `tensor.reshape` returns
-    the tensor itself where the shape is the same; the op does not.
+    the tensor itself where the shape is the same; the op does not. A sparse
+    tensor has no such op, and comes back as it is.
     """
+    if not tensor.is_dense():
+        return tensor
     return paddle._C_ops.reshape(tensor, tensor.shape)
 
 

@@ -290,7 +290,8 @@ def make_leaf(param: Any, handover: Handover) -> ParamLeaf:
     """
     refuse_without_storage(param, "make a leaf of")
     origin = origin_of(param) if isinstance(param, ParamLeaf) else param
-    leaf: ParamLeaf = EagerParamBase.__new__(_leaf_class(type(origin)))  # type: ignore[arg-type]
+    kind: Any = type(origin)
+    leaf: ParamLeaf = EagerParamBase.__new__(_leaf_class(kind))
     init_tensor(leaf, param)
     _ORIGIN.__set__(leaf, origin)
     _HANDOVER.__set__(leaf, handover)

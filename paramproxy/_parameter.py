@@ -13,6 +13,7 @@ from paramproxy.exceptions import NoStorageError, UnsupportedError
 __all__ = [
     "copy_parameter",
     "describe",
+    "lacks_storage",
     "reduce_parameter",
     "refuse_static_graph",
     "refuse_without_storage",
@@ -36,9 +37,13 @@ def copy_parameter(param: Any) -> Any:
     return rebuild(*state)
 
 
+def lacks_storage(tensor: Any) -> bool:
+    """Whether the tensor's data is missing. One of no elements never has any, and needs none."""
+    return not tensor._is_initialized() and 0 not in tensor.shape
+
+
 def refuse_without_storage(param: Any, doing: str) -> None:
-    # A parameter of no elements never has storage, and needs none.
-    if not param._is_initialized() and 0 not in param.shape:
+    if lacks_storage(param):
         msg = (
             f"Cannot {doing} parameter {param.name!r}: it has no storage now. Initialize it "
             "(LazyGuard), or gather it again (sharding) first."

@@ -102,7 +102,8 @@ def recompute(
         The page *Caveats* of the documentation has the whole list.
     """
     options = _Options(use_reentrant, preserve_rng_state, tuple(offload_indices))
-    return _recompute(function, args, kwargs, options)  # type: ignore[no-any-return]
+    result: R = _recompute(function, args, kwargs, options)
+    return result
 
 
 @attrs.frozen

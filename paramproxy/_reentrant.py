@@ -57,7 +57,8 @@ def run(region: Region, tensors: list[Any], offload: set[int]) -> Any:
     outputs = _Reentrant.apply(_FirstRun(region, kept, outputs, positions), *inputs)
     for output, places in zip(outputs, fresh):
         # Paddle drops what a hook on a PyLayer's own output returns.
-        hookable = _with_own_header(output)
+        hookable = with_own_header(output)
+        copy_attributes(output, hookable)
         for position in places:
             result.leaves[position] = hookable
     return unflatten(result.spec, result.leaves)
@@ -184,18 +185,10 @@ def _outputs(region: Region, computed: list[Any]) -> tuple[Any, ...]:
     for tensor in computed:
         output = tensor.detach()
         if not output._is_initialized() or output.data_ptr() in pointers:
-            output = _with_own_header(output)
+            output = with_own_header(output)
         copy_attributes(tensor, output)
         outputs.append(output)
     return tuple(outputs)
-
-
-def _with_own_header(tensor: Any) -> Any:
-    if not tensor.is_dense():
-        return tensor
-    twin = with_own_header(tensor)
-    copy_attributes(tensor, twin)
-    return twin
 
 
 def _look_at_caller(region: Region) -> None:

@@ -152,7 +152,7 @@ class Region:
                     "it, and the replay would write into it again. Return a new tensor."
                 )
                 raise MutationError(msg)
-            if any(map(_needs_gradient, hidden_tensors(leaf))) and not isinstance(leaf, Tensor):
+            if any(map(_needs_gradient, hidden_tensors(leaf))):
                 msg = (
                     f"Cannot recompute {self.name}: it returns a {type(leaf).__name__} that holds "
                     "a tensor, and gradients could not reach it. Return the tensor itself, or "
@@ -173,7 +173,7 @@ class Region:
                     position, "is an iterator, which the first run would use up. Pass a list"
                 )
             for tensor in hidden_tensors(leaf):
-                if tensor is not leaf and not tensor.stop_gradient and not tensor.is_leaf:
+                if not tensor.stop_gradient and not tensor.is_leaf:
                     self._refuse_argument(
                         position,
                         f"is a {type(leaf).__name__} that holds a tensor which needs a gradient. "

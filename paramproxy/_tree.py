@@ -19,7 +19,16 @@ from paramproxy._parameter import refuse_static_graph
 from paramproxy._view import ParamView, unwrap
 
 
-__all__ = ["alias", "copy_attributes", "detach", "flatten", "grads", "hidden_tensors", "unflatten"]
+__all__ = [
+    "alias",
+    "attributes",
+    "copy_attributes",
+    "detach",
+    "flatten",
+    "grads",
+    "hidden_tensors",
+    "unflatten",
+]
 
 NAMESPACE = "paramproxy"
 
@@ -166,7 +175,12 @@ def _inside(value: Any) -> list[Any]:
         return list(value.values())
     if isinstance(value, (list, tuple, set, frozenset, ValuesView)):
         return list(value)
+    return list(attributes(value).values())
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """What an object holds by name, in its slots and in its `__dict__`."""
     slots = getattr(type(value), "__slots__", ())
-    slots = (slots,) if isinstance(slots, str) else slots
-    in_slots = [getattr(value, name, None) for name in slots if not name.startswith("__")]
-    return [*getattr(value, "__dict__", {}).values(), *in_slots]
+    names = (slots,) if isinstance(slots, str) else slots
+    held = {n: getattr(value, n) for n in names if not n.startswith("__") and hasattr(value, n)}
+    return {**held, **getattr(value, "__dict__", {})}

@@ -171,7 +171,9 @@ def _comparison(compare: Any) -> Any:
     """A comparison of the parameter, also with another view."""
 
     def operator(self: ParamView, other: Any) -> Any:
-        return compare(self.__wrapped__, unwrap(other) if type(other) is ParamView else other)
+        return compare(
+            self.__wrapped__, unwrap(other) if issubclass(type(other), ParamView) else other
+        )
 
     return operator
 

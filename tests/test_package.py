@@ -27,6 +27,17 @@ def test_every_public_function_and_class_has_an_example_or_is_an_error():
         assert ">>>" in getattr(paramproxy, name).__doc__, name
 
 
+def run_beside(folder, code):
+    """Run a program that finds what is in `folder` before anything that is installed."""
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={"PYTHONPATH": f"{folder}:{ROOT}", "PATH": ""},
+    )
+
+
 def test_without_paddle_it_says_what_to_install(tmp_path):
     blocker = tmp_path / "sitecustomize.py"
     blocker.write_text(
@@ -37,13 +48,7 @@ def test_without_paddle_it_says_what_to_install(tmp_path):
         "            raise ModuleNotFoundError(\"No module named 'paddle'\", name='paddle')\n"
         "sys.meta_path.insert(0, No())\n"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", "import sitecustomize, paramproxy"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""},
-    )
+    done = run_beside(tmp_path, "import sitecustomize, paramproxy")
     assert done.returncode == 1
     assert (
         "ImportError: Cannot import paramproxy: PaddlePaddle is not installed. Install it with "
@@ -53,13 +58,7 @@ def test_without_paddle_it_says_what_to_install(tmp_path):
 
 def test_a_paddle_that_is_broken_is_not_called_missing(tmp_path):
     (tmp_path / "paddle.py").write_text("import a_module_that_is_not_there\n")
-    done = subprocess.run(
-        [sys.executable, "-c", "import paramproxy"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={"PYTHONPATH": f"{tmp_path}:{ROOT}", "PATH": ""},
-    )
+    done = run_beside(tmp_path, "import paramproxy")
     assert "No module named 'a_module_that_is_not_there'" in done.stderr
     assert "not installed" not in done.stderr
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import paddle
 import pytest
-from support import Counted, param, plain, same, tensor, values
+from support import Counted, FusedLinear, param, plain, same, tensor, values
 
 from paramproxy import ParamLeaf, recompute, unwrap
 from paramproxy._compat import paddle_version
@@ -119,18 +119,12 @@ def test_the_two_together():
 def test_a_reducer_hears_of_a_fused_gradient():
     """A fused backward that returns no gradient tells the reducer by hand."""
 
-    class Fused(paddle.autograd.PyLayer):
-        @staticmethod
-        def forward(ctx, x, w):
-            ctx.save_for_backward(x, w)
-            return paddle.matmul(x, w)
-
+    class Fused(FusedLinear):
         @staticmethod
         def backward(ctx, dy):
-            x, w = ctx.saved_tensor()
-            w.main_grad.add_(paddle.matmul(x, dy, transpose_x=True))
-            w._apply_backward_hook()
-            return paddle.matmul(dy, w, transpose_y=True), None
+            gradients = FusedLinear.backward(ctx, dy)
+            ctx.saved_tensor()[1]._apply_backward_hook()
+            return gradients
 
     def scenario(run):
         told = []
