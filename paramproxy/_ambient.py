@@ -23,7 +23,7 @@ from paramproxy._compat import (
 )
 
 
-__all__ = ["Ambient", "final_hooks_kept", "streams_kept"]
+__all__ = ["Ambient", "GradMode", "final_hooks_kept", "grad_mode", "streams_kept"]
 
 
 @attrs.frozen
@@ -67,6 +67,8 @@ class RandomState:
         Layers draw from Paddle's, and setting the other two takes longer than
         all the rest of a replay of a small function.
         """
+        if self.numpy is None and self.python is None:
+            return self
         return attrs.evolve(
             self,
             numpy=None if _same(self.numpy, np.random.get_state(legacy=False)) else self.numpy,
@@ -143,8 +145,12 @@ class Ambient:
     random: RandomState | None
 
     @classmethod
-    def capture(cls, preserve_rng_state: bool) -> Ambient:
-        return cls(AmpState.capture(), RandomState.capture() if preserve_rng_state else None)
+    def capture(cls, preserve_rng_state: bool, preserve_external: bool = True) -> Ambient:
+        external = preserve_external
+        random = (
+            RandomState.capture(numpy=external, python=external) if preserve_rng_state else None
+        )
+        return cls(AmpState.capture(), random)
 
     def without_untouched(self) -> Ambient:
         """After the first run: leave out what need not be restored."""
@@ -158,7 +164,7 @@ class Ambient:
         with contextlib.ExitStack() as stack:
             stack.callback(now._put_back)
             self._put_back()
-            stack.enter_context(paddle.set_grad_enabled(True))
+            stack.enter_context(grad_mode(True))
             yield
 
     def _put_back(self) -> None:
@@ -167,6 +173,46 @@ class Ambient:
         finally:
             if self.random is not None:
                 self.random.restore()
+
+
+@contextlib.contextmanager
+def grad_mode(enabled: bool) -> Iterator[None]:
+    """Gradients on or off; afterwards as before, also where Paddle has left them off."""
+    now = tracer()
+    before, now._has_grad = now._has_grad, enabled
+    try:
+        yield
+    finally:
+        now._has_grad = before
+
+
+@attrs.define(eq=False)
+class GradMode:
+    """The grad mode of a backward, for the case that a hook raises in it."""
+
+    enabled: bool = True
+
+    def note(self, gradient: Any) -> None:
+        """A gradient hook, in which the mode is still that of the caller."""
+        self.enabled = paddle.is_grad_enabled()
+
+    def restored_by(self, error: BaseException) -> BaseException:
+        """The error, with a text that restores the mode.
+
+        Paddle leaves grad mode off where an unpack hook raises. The last that it
+        does before its own exception is thrown is to ask this one for its text.
+        """
+        mode, text = self, str(error)
+
+        def __str__(self: BaseException) -> str:  # noqa: N807
+            tracer()._has_grad = mode.enabled
+            return text
+
+        # The caller sees a name and a text: Paddle makes an `OSError` of it.
+        kind = type(error)
+        members = {"__str__": __str__, "__module__": kind.__module__}
+        telling: BaseException = type(kind.__name__, (Exception,), members)()
+        return telling
 
 
 @contextlib.contextmanager

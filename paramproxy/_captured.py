@@ -225,12 +225,16 @@ class Captured:
         return id(container) in self._seen
 
     @contextlib.contextmanager
-    def flags_restored(self) -> Iterator[None]:
+    def flags_restored(self, arguments: Iterable[tuple[Any, bool]]) -> Iterator[None]:
         """While it lasts, the flags of parameters and layers are those of the first run.
 
         A GAN freezes and unfreezes its discriminator between forward and backward.
+
+        Args:
+            arguments: The parameters that were passed, each with its flag.
         """
         params = [(p, False) for p in self.parameters] + [(p, True) for p in self.frozen]
+        params += arguments
         changed = [(p, flag) for p, flag in params if p.stop_gradient != flag]
         switched = [(layer, mode) for layer, mode in self.layers if layer.training != mode]
         for param, flag in changed:

@@ -10,7 +10,7 @@ import functools
 import types
 
 
-__all__ = ["assigned_names", "attribute_names", "global_names"]
+__all__ = ["assigned_names", "attribute_names", "global_names", "operation_at"]
 
 _remembered = functools.lru_cache(maxsize=4096)
 
@@ -48,6 +48,42 @@ def attribute_names(code: types.CodeType, owner: type) -> set[str]:
 @_remembered
 def _own_names(code: types.CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*(_own_names(part) for part in _inner(code)))
+
+
+@_remembered
+def operation_at(code: types.CodeType, offset: int) -> str:
+    """What Paddle calls the operator of the instruction there; empty if there is none."""
+    step = next((s for s in dis.get_instructions(code) if s.offset == offset), None)
+    if step is None:
+        return ""
+    symbol = step.argrepr.rstrip("=") if step.opname == "BINARY_OP" else ""
+    return _SYMBOLS.get(symbol) or _OPCODES.get(step.opname.partition("_")[2], "")
+
+
+_SYMBOLS = {
+    "+": "add",
+    "-": "subtract",
+    "*": "multiply",
+    "/": "divide",
+    "//": "floor_divide",
+    "%": "remainder",
+    "@": "matmul",
+    "**": "pow",
+    "[]": "getitem",
+}
+# Of Python 3.10, `BINARY_` or `INPLACE_` before each, and of the unary ones.
+_OPCODES = {
+    "ADD": "add",
+    "SUBTRACT": "subtract",
+    "MULTIPLY": "multiply",
+    "TRUE_DIVIDE": "divide",
+    "FLOOR_DIVIDE": "floor_divide",
+    "MODULO": "remainder",
+    "MATRIX_MULTIPLY": "matmul",
+    "POWER": "pow",
+    "SUBSCR": "getitem",
+    "NEGATIVE": "neg",
+}
 
 
 def _arguments(code: types.CodeType, operations: tuple[str, ...]) -> frozenset[str]:

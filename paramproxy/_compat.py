@@ -37,7 +37,11 @@ from paddle.jit.dy2static.program_translator import StaticFunction
 
 
 __all__ = [
+    "BATCH_NORMS",
+    "LAYERS_MAY_SAVE_NONE",
     "LISTS_ARE_CHECKED",
+    "PACKED_VALUES_LEAK",
+    "SAVE_FOR_BACKWARD",
     "TENSORS_HAVE_ATTRIBUTES",
     "TENSORS_REDUCE",
     "EagerParamBase",
@@ -53,6 +57,9 @@ __all__ = [
     "mark_recomputed",
     "paddle_recompute",
     "paddle_version",
+    "register_saved_tensors_hooks",
+    "reset_saved_tensors_hooks",
+    "saved_tensors_hooks",
     "set_eval_frame",
     "tracer",
     "untraced",
@@ -91,6 +98,26 @@ TENSORS_HAVE_ATTRIBUTES = "__dict__" in vars(Tensor)
 
 # From 3.3 on Paddle can pickle a Tensor by itself.
 TENSORS_REDUCE = "__reduce_ex__" in vars(Tensor)
+
+
+BATCH_NORMS: Any = (paddle.nn.layer.norm._BatchNormBase, paddle.nn.BatchNorm)
+"""The layers whose kernel writes running statistics."""
+
+# Paddle 2.6 never frees the object that a pack hook returned for an operator, and
+# takes the storage out of the tensor that the unpack hook gives it. From 3.0 on
+# the object dies with its graph node, and the storage is shared. See
+# `TensorWrapper::recover` in Paddle's tensor_wrapper.h.
+PACKED_VALUES_LEAK = paddle_version() < (3,)
+
+saved_tensors_hooks: Any = paddle.autograd.saved_tensors_hooks
+register_saved_tensors_hooks: Any = core.eager.register_saved_tensors_hooks
+reset_saved_tensors_hooks: Any = core.eager.reset_saved_tensors_hooks
+
+# Around any saved-tensor hooks Paddle 2.6 refuses the None among what a PyLayer saves.
+LAYERS_MAY_SAVE_NONE = paddle_version() >= (3,)
+
+SAVE_FOR_BACKWARD: Any = paddle.autograd.PyLayerContext.save_for_backward.__code__
+"""The code from which the pack hook is called for what a PyLayer saves."""
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from paramproxy._leaf import Handover, make_leaf, set_flag
 from paramproxy._tree import alias, copy_attributes
 
 
-__all__ = ["Operand", "as_intermediates", "as_roots", "to_host"]
+__all__ = ["Operand", "as_intermediates", "as_roots", "can_be_offloaded", "to_host"]
 
 
 @attrs.define(eq=False)
@@ -59,7 +59,7 @@ class Operand:
     def keep(self, tensor: Any, offload: bool) -> Any:
         """What to save of `tensor` until the replay."""
         kept = alias(tensor)
-        if not offload or not _on_device(tensor):
+        if not offload or not can_be_offloaded(tensor):
             return kept
         self.place = tensor.place
         host = to_host(kept)
@@ -76,6 +76,21 @@ class Operand:
             kept = kept._copy_to(self.place, True)
         kept.stop_gradient = self.stop_gradient
         return kept
+
+    def again(self, kept: Any) -> Any:
+        """What a replay gets whose graph nobody runs backward: the parameter itself.
+
+        An intermediate tensor gives one: what works in place is refused a leaf.
+        """
+        if self.parameter is not None:
+            return self.parameter
+        tensor = alias(kept) if self.place is None else kept._copy_to(self.place, True)
+        tensor.stop_gradient = self.stop_gradient
+        if self.is_leaf or self.stop_gradient:
+            return tensor
+        inner = with_own_header(tensor)
+        copy_attributes(tensor, inner)
+        return inner
 
     def no_gradient(self, standin: Any) -> Any:
         """What autograd takes for "this operand has no gradient".
@@ -147,6 +162,16 @@ def as_intermediates(operands: list[Operand], leaves: list[Any]) -> list[Any]:
     return standins
 
 
+def can_be_offloaded(tensor: Any) -> bool:
+    """Whether it is in device memory, and its copy would have the same layout.
+
+    Paddle reads what an operator saved with the strides of the first run.
+    """
+    if tensor.place.is_cpu_place() or tensor.place.is_cuda_pinned_place():
+        return False
+    return not tensor.is_dense() or bool(tensor.is_contiguous())
+
+
 def to_host(tensor: Any) -> Any:
     """A copy in host memory, pinned where the device can use that."""
     return tensor.pin_memory() if core.is_compiled_with_cuda() else tensor.cpu()
@@ -156,7 +181,3 @@ def _pointer(tensor: Any) -> int | None:
     if not tensor._is_initialized() or not tensor.is_dense():
         return None  # freed, empty or sparse
     return int(tensor.data_ptr())
-
-
-def _on_device(tensor: Any) -> bool:
-    return not (tensor.place.is_cpu_place() or tensor.place.is_cuda_pinned_place())

@@ -14,6 +14,7 @@ __all__ = [
     "copy_parameter",
     "describe",
     "lacks_storage",
+    "nbytes",
     "reduce_parameter",
     "refuse_static_graph",
     "refuse_without_storage",
@@ -35,6 +36,11 @@ def reduce_parameter(param: Any, protocol: Any) -> Any:
 def copy_parameter(param: Any) -> Any:
     rebuild, state, *_ = reduce_parameter(param, 4)
     return rebuild(*state)
+
+
+def nbytes(tensor: Any) -> int:
+    """The bytes of the tensor's elements."""
+    return int(tensor.size) * int(tensor.element_size())
 
 
 def lacks_storage(tensor: Any) -> bool:

@@ -6,15 +6,13 @@ import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
-import attrs
 import paddle
 
-from paramproxy import _reentrant
+from paramproxy import _hooked, _reentrant
 from paramproxy._call import Call
-from paramproxy._captured import function_name
 from paramproxy._compat import mark_recomputed, untraced
-from paramproxy._region import Region
-from paramproxy.exceptions import UnsupportedError
+from paramproxy._policy import Decision, SavedTensor
+from paramproxy._region import Options, Region
 
 
 __all__ = ["recompute"]
@@ -29,7 +27,11 @@ def recompute(
     *args: Any,
     use_reentrant: bool = True,
     preserve_rng_state: bool = True,
+    preserve_external_rng_state: bool = True,
+    preserve_buffers: bool = True,
     offload_indices: Iterable[int | str] = (),
+    policy: Callable[[SavedTensor], Decision] | None = None,
+    debug: bool = False,
     **kwargs: Any,
 ) -> R:
     """Call `function(*args, **kwargs)` without keeping its activations.
@@ -101,20 +103,25 @@ def recompute(
 
         The page *Caveats* of the documentation has the whole list.
     """
-    options = _Options(use_reentrant, preserve_rng_state, tuple(offload_indices))
-    result: R = _recompute(function, args, kwargs, options)
+    options = Options(
+        preserve_rng_state=preserve_rng_state,
+        preserve_external_rng_state=preserve_external_rng_state,
+        preserve_buffers=preserve_buffers,
+        debug=debug,
+        policy=policy,
+    )
+    offloaded = tuple(offload_indices)
+    result: R = _recompute(function, args, kwargs, use_reentrant, offloaded, options)
     return result
 
 
-@attrs.frozen
-class _Options:
-    use_reentrant: bool
-    preserve_rng_state: bool
-    offload_indices: tuple[int | str, ...]
-
-
 def _recompute(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: _Options
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    use_reentrant: bool,
+    offload_indices: tuple[int | str, ...],
+    options: Options,
 ) -> Any:
     if not callable(function):
         msg = f"Cannot recompute {function!r}: expected a callable, got {type(function).__name__}."
@@ -122,17 +129,15 @@ def _recompute(
     if not paddle.in_dynamic_mode():
         call = Call.of(args, kwargs)
         return mark_recomputed(function)(*call.args, **call.kwargs)
-    if not paddle.is_grad_enabled():
+    if not paddle.is_grad_enabled() or _hooked.is_plain_call():
         call = Call.of(args, kwargs)
         return function(*call.args, **call.kwargs)
-    if not options.use_reentrant:
-        msg = (
-            f"Cannot recompute {function_name(function)} with use_reentrant=False: this release "
-            "has the reentrant engine only. Leave use_reentrant at True, or use Paddle's own."
-        )
-        raise UnsupportedError(msg)
-    region, tensors = Region.open(function, args, kwargs, options.preserve_rng_state)
-    return _reentrant.run(region, tensors, _offloaded(region, options.offload_indices))
+    region, tensors = Region.open(function, args, kwargs, options)
+    offload = _offloaded(region, offload_indices)
+    is_reentrant = use_reentrant and region.has_differentiable_operand and options.policy is None
+    if is_reentrant and not _hooked.is_served():
+        return _reentrant.run(region, tensors, offload)
+    return _hooked.run(region, tensors, offload, options)
 
 
 def _offloaded(region: Region, indices: tuple[int | str, ...]) -> set[int]:

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import sys
 import types
 import warnings
 from typing import Any
@@ -23,6 +22,7 @@ from paddle.autograd import PyLayer
 
 from paramproxy._ambient import final_hooks_kept, streams_kept
 from paramproxy._call import Result
+from paramproxy._caller import backward_frame, is_paddles
 from paramproxy._compat import EagerParamBase, Tensor, is_made_by_no_op, with_own_header
 from paramproxy._operand import as_roots
 from paramproxy._region import Region, is_differentiable
@@ -35,17 +35,14 @@ __all__ = ["run"]
 
 def run(region: Region, tensors: list[Any], offload: set[int]) -> Any:
     """The region's result, in the graph, with the replay waiting in backward."""
-    kept = [
-        operand.keep(tensor, index in offload)
-        for index, (operand, tensor) in enumerate(zip(region.operands, tensors))
-        if operand.parameter is None
-    ]
-    inputs = [tensor for tensor in tensors if not tensor.stop_gradient] or [_dummy()]
-    value = region.first_run(tensors)
+    region.refuse_hidden()
+    kept = region.keep(tensors, offload)
+    inputs = [tensor for tensor in tensors if not tensor.stop_gradient]
+    value = region.first_run(tensors, record=region.captured.has_static)
     result = Result.of(value)
     region.record(result, tensors)
     fresh = _fresh(region, result, tensors)
-    if fresh and _may_be_cut_off(region, result, fresh):
+    if fresh and all(is_made_by_no_op(result.leaves[places[0]]) for places in fresh):
         # A replay now tells. Its graph is dropped at once.
         with streams_kept():
             again = region.replay(kept).result.leaves
@@ -105,7 +102,7 @@ class _Reentrant(PyLayer):  # type: ignore[misc]
             gradients = region.no_gradients(kept)
         else:
             gradients = _run_again(region, kept, dict(zip(ctx.positions, output_grads)))
-        return tuple(gradients) or (None,)  # (None,): for the dummy
+        return tuple(gradients)
 
 
 def _run_again(region: Region, kept: list[Any], output_grads: dict[int, Any]) -> list[Any]:
@@ -138,16 +135,6 @@ def _run_backward(region: Region, roots: list[Any], gradients: list[Any]) -> Non
         raise UnsupportedError(msg) from exc
 
 
-def _dummy() -> Any:
-    """Something differentiable to hang the region on, where only captured ones need gradients.
-
-    Without it the PyLayer would not be recorded.
-    """
-    dummy = paddle.zeros([1])
-    dummy.stop_gradient = False
-    return dummy
-
-
 def _fresh(region: Region, result: Result, tensors: list[Any]) -> list[list[int]]:
     """The positions of each tensor of the result that the region may have to answer for.
 
@@ -172,12 +159,6 @@ def _fresh(region: Region, result: Result, tensors: list[Any]) -> list[list[int]
     return list(places.values())
 
 
-def _may_be_cut_off(region: Region, result: Result, fresh: list[list[int]]) -> bool:
-    """Whether it looks as if no output had a gradient: a frozen block, a detached statistic."""
-    outputs = [result.leaves[places[0]] for places in fresh]
-    return region.seems_constant() or all(map(is_made_by_no_op, outputs))
-
-
 def _outputs(region: Region, computed: list[Any]) -> tuple[Any, ...]:
     """Aliases of the computed tensors, each with a header that no input has."""
     pointers = {operand.pointer for operand in region.operands if not operand.stop_gradient}
@@ -195,7 +176,7 @@ def _look_at_caller(region: Region) -> None:
     """Refuse, or warn of, what this engine cannot do, as the caller asked for it."""
     if paddle.is_grad_enabled():  # which in a PyLayer's backward means create_graph
         _refuse(region, "with create_graph=True: its graph is gone when it returns")
-    frame = _backward_frame()
+    frame = backward_frame()
     if frame is None:
         return
     if frame.f_code.co_name == "grad":
@@ -209,32 +190,18 @@ def _look_at_caller(region: Region) -> None:
 def _refuse(region: Region, why: str) -> None:
     msg = (
         f"Cannot differentiate {region.name} in reentrant mode {why}. "
-        "Call it without recompute there, or with the hook engine of Paddle's own recompute "
-        "(use_reentrant=False): paramproxy's is still to come."
+        "Call it with use_reentrant=False there."
     )
     raise UnsupportedError(msg)
 
 
-def _backward_frame() -> types.FrameType | None:
-    """The frame of Paddle's `backward` or `grad` that is running this backward."""
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None:
-        code = frame.f_code
-        is_backward = code.co_name in ("backward", "grad") and "retain_graph" in code.co_varnames
-        if is_backward and _is_paddles(frame):
-            return frame
-        frame = frame.f_back
-    return None
-
-
 def _warn_of_retain_graph(region: Region, frame: types.FrameType) -> None:
     caller: types.FrameType = frame
-    while caller.f_back is not None and _is_paddles(caller):
+    while caller.f_back is not None and is_paddles(caller):
         caller = caller.f_back
     msg = (
         f"retain_graph=True around {region.name}, recomputed in reentrant mode: a second backward "
-        "through it crashes Paddle. Call it without recompute there, or with the hook engine of "
-        "Paddle's own recompute (use_reentrant=False): paramproxy's is still to come."
+        "through it crashes Paddle. Call it with use_reentrant=False there."
     )
     warnings.warn_explicit(
         msg,
@@ -243,7 +210,3 @@ def _warn_of_retain_graph(region: Region, frame: types.FrameType) -> None:
         caller.f_lineno,
         registry=caller.f_globals.setdefault("__warningregistry__", {}),
     )
-
-
-def _is_paddles(frame: types.FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").partition(".")[0] in ("paddle", "decorator")

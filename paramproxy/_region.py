@@ -16,13 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
 import paddle
 
-from paramproxy._ambient import Ambient
+from paramproxy._ambient import Ambient, final_hooks_kept, grad_mode
+from paramproxy._buffers import Buffers
 from paramproxy._call import Call, Metadata, Result
 from paramproxy._captured import Captured, Fixed, function_name
 from paramproxy._compat import EagerParamBase, Tensor
@@ -31,6 +32,7 @@ from paramproxy._hooks import hooks_registered_once
 from paramproxy._leaf import Handover, leaf_gradient
 from paramproxy._operand import Operand, as_intermediates
 from paramproxy._rebind import Rebinder
+from paramproxy._settings import recomputing
 from paramproxy._tree import alias, hidden_tensors
 from paramproxy.exceptions import (
     MutationError,
@@ -41,7 +43,26 @@ from paramproxy.exceptions import (
 )
 
 
-__all__ = ["Region", "Replay", "is_differentiable"]
+__all__ = ["Options", "Region", "Replay", "is_differentiable"]
+
+
+@attrs.frozen
+class Options:
+    """What a caller may ask of a region besides its call.
+
+    Attributes:
+        preserve_rng_state: Whether the replay finds the random streams as they were.
+        preserve_external_rng_state: Whether numpy's and Python's are among them.
+        preserve_buffers: Whether what the replay writes into buffers is undone.
+        debug: Whether to note which lines save what.
+        policy: What to keep of what the region saves; None to recompute it all.
+    """
+
+    preserve_rng_state: bool = True
+    preserve_external_rng_state: bool = True
+    preserve_buffers: bool = True
+    debug: bool = False
+    policy: Any = None
 
 
 @attrs.define(eq=False)
@@ -78,6 +99,7 @@ class Region:
             each, which lends its storage to one that was freed.
         weights: Captured trainable parameters, to be compared.
         ambient: The state of the first run.
+        buffers: What it changed of the buffers that the function reads.
         metadata: That of the first run's result.
     """
 
@@ -89,6 +111,7 @@ class Region:
     fixed: list[tuple[Operand, Fixed, Any]]
     weights: list[Operand]
     ambient: Ambient
+    buffers: Buffers
     metadata: Metadata = attrs.field(factory=list)
 
     @property
@@ -100,7 +123,11 @@ class Region:
 
     @classmethod
     def open(
-        cls, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], preserve_rng_state: bool
+        cls,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Options = Options(),
     ) -> tuple[Region, list[Any]]:
         """Take down a call before its first run, and the tensors of its operands."""
         call = Call.of(args, kwargs)
@@ -120,14 +147,30 @@ class Region:
             captured_operands=[indices[id(tensor)] for _, tensor in captured.tensors],
             fixed=[(Operand.of(f.tensor, f.where), f, alias(f.tensor)) for f in captured.fixed],
             weights=[Operand.of(weight, "captured") for weight in captured.parameters],
-            ambient=Ambient.capture(preserve_rng_state),
+            ambient=Ambient.capture(
+                options.preserve_rng_state, options.preserve_external_rng_state
+            ),
+            buffers=Buffers.of(captured) if options.preserve_buffers else Buffers.none(),
         )
-        region._refuse_arguments()
+        region._refuse_iterators()
         return region, tensors
 
-    def first_run(self, tensors: list[Any]) -> Any:
-        """Call the function without recording, on the caller's own objects."""
-        with paddle.set_grad_enabled(self.captured.has_static):
+    @property
+    def has_differentiable_operand(self) -> bool:
+        """Whether a gradient can leave the region by one of the tensors that enter it."""
+        return not all(operand.stop_gradient for operand in self.operands)
+
+    def keep(self, tensors: list[Any], offload: set[int]) -> list[Any]:
+        """What to save of the operands until the replay; nothing of a parameter."""
+        return [
+            operand.keep(tensor, index in offload)
+            for index, (operand, tensor) in enumerate(zip(self.operands, tensors))
+            if operand.parameter is None
+        ]
+
+    def first_run(self, tensors: list[Any], *, record: bool) -> Any:
+        """Call the function on the caller's own objects."""
+        with grad_mode(record), self.buffers.watched(self.captured):
             value = self.function(*self.call.args, **self.call.kwargs)
         self.ambient = self.ambient.without_untouched()
         self._refuse_own_changes(tensors)
@@ -160,18 +203,16 @@ class Region:
                 )
                 raise UnsupportedError(msg)
 
-    def seems_constant(self) -> bool:
-        """Whether nothing that the function reads, as far as one can see, needs a gradient."""
-        if self.weights or not all(operand.stop_gradient for operand in self.operands):
-            return False
-        return all(operand.stop_gradient for operand, _, _ in self.fixed)
-
-    def _refuse_arguments(self) -> None:
+    def _refuse_iterators(self) -> None:
         for position, leaf in enumerate(self.call.leaves):
             if hasattr(type(leaf), "__next__") and type(leaf).__module__ in _ITERATORS:
                 self._refuse_argument(
                     position, "is an iterator, which the first run would use up. Pass a list"
                 )
+
+    def refuse_hidden(self) -> None:
+        """Refuse an argument out of which a PyLayer could not take a tensor."""
+        for position, leaf in enumerate(self.call.leaves):
             for tensor in hidden_tensors(leaf):
                 if not tensor.stop_gradient and not tensor.is_leaf:
                     self._refuse_argument(
@@ -210,10 +251,10 @@ class Region:
     # The replay
 
     def replay(self, kept: list[Any]) -> Replay:
-        """Run the function again, recording, on stand-ins.
+        """Run the function again, recording, on stand-ins whose graph is their own.
 
         Args:
-            kept: What `Operand.keep` gave for each operand that is no parameter.
+            kept: What `keep` gave.
 
         Raises:
             MutationError: Something the function reads was changed in place.
@@ -223,20 +264,58 @@ class Region:
             UnsupportedError: It used an activation that nothing stands in for.
         """
         handover = Handover(replaying=True)
-        standins = self._standins(kept, handover)
-        with self.ambient.restored(), self._storage_lent():
-            given = as_intermediates(self.operands, standins)
-            function, args, kwargs = self._rebound(given)
-            try:
-                once = hooks_registered_once([*given, *self.captured.parameters])
-                with once, self.captured.flags_restored():
-                    result = Result.of(function(*args, **kwargs))
-            except Exception as exc:
-                raise ReplayError(self._replay_error(exc)) from exc
+        tensors = self._compared(kept)
+        standins = [o.standin(tensor, handover) for o, tensor in zip(self.operands, tensors)]
+        with self.restored():
+            value = self.call_again(as_intermediates(self.operands, standins))
         handover.replaying = False
+        result = Result.of(value)
         self._refuse_other_outputs(result.metadata)
         self._refuse_outside_graph(result)
         return Replay(result, list(zip(self.operands, standins)), handover)
+
+    def rerun(
+        self, kept: list[Any], watching: Callable[[], contextlib.AbstractContextManager[Any]]
+    ) -> None:
+        """Run the function again for what it saves, on the parameters themselves.
+
+        Args:
+            kept: What `keep` gave.
+            watching: The context in which to call it.
+
+        Raises:
+            As `replay`, without what concerns outputs and the graph.
+        """
+        tensors = self._compared(kept)
+        with self.restored():
+            self.call_again([o.again(t) for o, t in zip(self.operands, tensors)], watching)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """The world of the first run; afterwards that of now."""
+        flags = [(o.parameter, o.stop_gradient) for o in self.operands if o.parameter is not None]
+        with (
+            final_hooks_kept(),
+            self.ambient.restored(),
+            self._storage_lent(),
+            self.buffers.put_back(),
+            self.captured.flags_restored(flags),
+            recomputing(),
+        ):
+            yield
+
+    def call_again(
+        self,
+        given: list[Any],
+        watching: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    ) -> Any:
+        """What the function returns for these operands; None if `watching` stopped it."""
+        function, args, kwargs = self._rebound(given)
+        try:
+            with hooks_registered_once([*given, *self.captured.parameters]), watching():
+                return function(*args, **kwargs)
+        except Exception as exc:
+            raise ReplayError(self._replay_error(exc)) from exc
 
     def no_gradients(self, kept: list[Any]) -> list[Any]:
         """What autograd takes where no output had a gradient, so nothing is rerun."""
@@ -251,8 +330,8 @@ class Region:
             for operand in self.operands
         ]
 
-    def _standins(self, kept: list[Any], handover: Handover) -> list[Any]:
-        """Compare everything the function reads, then make what it gets."""
+    def _compared(self, kept: list[Any]) -> list[Any]:
+        """The tensor of each operand, after everything the function reads was compared."""
         for operand in self.weights:
             self._refuse_change(operand, operand.parameter)
         for operand, fixed, twin in self.fixed:
@@ -261,7 +340,7 @@ class Region:
         tensors = self._tensors(kept)
         for operand, tensor in zip(self.operands, tensors):
             self._refuse_change(operand, tensor)
-        return [o.standin(tensor, handover) for o, tensor in zip(self.operands, tensors)]
+        return tensors
 
     def _refuse_change(self, operand: Operand, tensor: Any) -> None:
         if not isinstance(tensor, Tensor):

@@ -1,0 +1,320 @@
+"""The dispatcher: one pair of saved-tensor hooks for Paddle, a stack of frames for us.
+
+Paddle takes one pair of `saved_tensors_hooks` in the whole process, and calls it
+for every thread. So one pair is registered here while anyone needs it, and each
+thread has a stack of *frames*. A tensor that is saved goes to the top frame of
+its thread, which packs it or asks the frame below.
+
+1. In a thread without a frame tensors pass through, as if there were no hooks.
+2. A caller's own `saved_tensors_hooks` are a frame too. While no region needs
+   the hooks they are registered with Paddle itself, untouched.
+3. The registered unpack hook belongs to the region that opened last: Paddle
+   keeps it with every node that packs, so the graph itself owns its region.
+4. Once a second thread was seen to save tensors, the pair stays registered:
+   taking it away in the middle of another thread's operator would crash it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import attrs
+import paddle
+import wrapt
+from paddle.autograd import PyLayerContext
+
+from paramproxy._ambient import grad_mode
+from paramproxy._compat import (
+    LAYERS_MAY_SAVE_NONE,
+    SAVE_FOR_BACKWARD,
+    paddle_recompute,
+    register_saved_tensors_hooks,
+    reset_saved_tensors_hooks,
+    saved_tensors_hooks,
+)
+from paramproxy._saved import NONE, NOTHING, Kept, Packed, keep
+from paramproxy.exceptions import UnsupportedError
+
+
+__all__ = [
+    "CallerHooks",
+    "Frame",
+    "caller_hooks",
+    "fresh_stack",
+    "is_registered",
+    "pass_through",
+    "pushed",
+    "region_frame",
+    "unpack",
+]
+
+
+class Frame:
+    """What a tensor that is saved for backward goes through, in one thread."""
+
+    below: Frame | None = None
+    """The next frame down that belongs to a region."""
+
+    def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
+        """Pack a tensor.
+
+        Args:
+            tensor: The tensor.
+            item: What the frame above packed it into; None at the top.
+            is_layers: Whether a PyLayer saves it, and not an operator.
+
+        Returns:
+            What Paddle gets in its place, or the frame below gets as `item`.
+        """
+        raise NotImplementedError
+
+    def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run a call that is to be run once."""
+        raise NotImplementedError
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+
+
+_local = _Local()
+
+
+@attrs.define(eq=False)
+class _Dispatcher:
+    """Who is registered with Paddle.
+
+    Attributes:
+        users: How many frames need the pair of this module.
+        registered: The unpack hook that is registered, or None.
+        thread: The thread that registered it.
+        is_shared: Whether another thread was seen to save tensors meanwhile.
+        native: A caller's own hooks that Paddle called before that, or None.
+    """
+
+    users: int = 0
+    registered: Any = None
+    thread: int = 0
+    is_shared: bool = False
+    native: Any = None
+    lock: Any = attrs.field(factory=threading.RLock)
+
+    def enter(self, hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """Register with this unpack hook, if it can be. What was registered before."""
+        with self.lock:
+            before = self.registered or unpack
+            if self.users and self.thread != threading.get_ident():
+                self.is_shared = True
+            if not self.is_shared:
+                if self.registered is not None or self.native is not None:
+                    reset_saved_tensors_hooks()
+                self._register(hook)
+            self.users += 1
+            return before
+
+    def leave(self, before: Callable[[Any], Any]) -> None:
+        """Take off what `enter` put on, and put back what was there."""
+        with self.lock:
+            self.users -= 1
+            if self.is_shared and (self.users or threading.active_count() > 1):
+                return
+            self.is_shared = False
+            reset_saved_tensors_hooks()
+            self.registered = None
+            if self.users:
+                self._register(before)
+            elif self.native is not None:
+                _register(self.native.pack_hook, self.native.unpack_hook)
+
+    def leave_if_alone(self) -> None:
+        """Unregister what was left on because of threads that have ended since."""
+        with self.lock:
+            if self.registered and not self.users and threading.active_count() == 1:
+                self.users = 1
+                self.leave(unpack)
+
+    def shut_down(self) -> None:
+        """At the end of the process."""
+        if self.registered or self.native:
+            reset_saved_tensors_hooks()
+
+    def _register(self, hook: Callable[[Any], Any]) -> None:
+        try:
+            _register(_pack, hook)
+        except ValueError as exc:
+            msg = (
+                "Cannot open a region of the hook engine: saved-tensor hooks are registered that "
+                "paramproxy does not know of, and Paddle takes one pair. Enter "
+                "paddle.autograd.saved_tensors_hooks after paramproxy was imported."
+            )
+            raise UnsupportedError(msg) from exc
+        self.registered = hook
+        self.thread = threading.get_ident()
+
+
+def _register(pack: Any, unpack_hook: Any) -> None:
+    """Register a pair. Without grad mode Paddle would do nothing, and say nothing."""
+    with grad_mode(True):
+        register_saved_tensors_hooks(pack, unpack_hook)
+
+
+_dispatcher = _Dispatcher()
+# Paddle frees its hooks after Python has gone, and waits for the GIL for ever.
+atexit.register(_dispatcher.shut_down)
+
+
+def _pack(tensor: Any) -> Any:
+    """The pack hook: the only one that Paddle knows."""
+    is_layers = sys._getframe(1).f_code is SAVE_FOR_BACKWARD
+    if tensor is NONE:  # which a PyLayer may save
+        return NOTHING
+    if _local.frames:
+        return _local.frames[-1].take(tensor, None, is_layers)
+    _dispatcher.is_shared = True
+    _dispatcher.leave_if_alone()
+    return pass_through(tensor, is_layers)
+
+
+def unpack(packed: Any) -> Any:
+    """The unpack hook that belongs to no region."""
+    return packed.unpack()
+
+
+def pass_through(tensor: Any, is_layers: bool) -> Kept:
+    """What Paddle would do with a tensor if there were no hooks."""
+    held = tensor if is_layers else keep(tensor, is_layers)
+    return Kept(held, tensor._inplace_version(), is_layers)
+
+
+@contextlib.contextmanager
+def pushed(frame: Frame, hook: Callable[[Any], Any] | None = None) -> Iterator[None]:
+    """Push a frame for the time of a block.
+
+    Args:
+        frame: The frame.
+        hook: The unpack hook to register. None for a frame on top of one that
+            did, and for one that only wants to be found.
+    """
+    before = None if hook is None else _dispatcher.enter(hook)
+    frame.below = region_frame()
+    _local.frames.append(frame)
+    try:
+        yield
+    finally:
+        _local.frames.remove(frame)
+        if before is not None:
+            _dispatcher.leave(before)
+
+
+@contextlib.contextmanager
+def fresh_stack() -> Iterator[None]:
+    """Hide this thread's frames: what a replay saves is no business of theirs."""
+    hidden, _local.frames = _local.frames, []
+    try:
+        yield
+    finally:
+        _local.frames = hidden
+
+
+def is_registered(hook: Callable[[Any], Any]) -> bool:
+    """Whether Paddle keeps this unpack hook with what is saved at the moment."""
+    is_it: bool = _dispatcher.registered == hook
+    return is_it
+
+
+def region_frame() -> Frame | None:
+    """The innermost frame of this thread that is not a caller's own hooks."""
+    for frame in reversed(_local.frames):
+        if not isinstance(frame, CallerHooks):
+            return frame
+    return None
+
+
+def caller_hooks() -> CallerHooks | None:
+    """A caller's own hooks, if they are on top: those around what is called next."""
+    top = _local.frames[-1] if _local.frames else None
+    return top if isinstance(top, CallerHooks) else None
+
+
+@attrs.define(eq=False)
+class CallerHooks(Frame):
+    """A caller's own `saved_tensors_hooks`, while their block lasts.
+
+    Attributes:
+        hooks: The context manager.
+        before: What the dispatcher had registered. None where Paddle calls the
+            hooks itself.
+    """
+
+    hooks: Any
+    before: Any
+    below: Frame | None = None
+
+    @property
+    def is_paddle_recompute(self) -> bool:
+        """Whether they are those of Paddle's own hook mode, which counts what it packs."""
+        return getattr(self.hooks.pack_hook, "__module__", "") == paddle_recompute().__name__
+
+    def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
+        packed = self.packed(tensor)
+        return packed if self.below is None else self.below.take(tensor, packed, is_layers)
+
+    def packed(self, tensor: Any) -> Packed:
+        return Packed(self.hooks.pack_hook(tensor), self.hooks.unpack_hook)
+
+
+@wrapt.patch_function_wrapper(saved_tensors_hooks, "__enter__")
+def _enter_hooks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    """Paddle's own, unless the dispatcher is in its place: then a frame."""
+    if not paddle.is_grad_enabled():
+        return wrapped(*args, **kwargs)  # which does nothing
+    with _dispatcher.lock:
+        if _dispatcher.registered is None:
+            result = wrapped(*args, **kwargs)
+            frame = CallerHooks(instance, None)
+            _dispatcher.native = instance
+        else:
+            result = None
+            frame = CallerHooks(instance, _dispatcher.enter(_dispatcher.registered))
+    frame.below = region_frame()
+    _local.frames.append(frame)
+    return result
+
+
+@wrapt.patch_function_wrapper(saved_tensors_hooks, "__exit__")
+def _exit_hooks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+    entered = [f for f in _local.frames if isinstance(f, CallerHooks) and f.hooks is instance]
+    frame = entered[-1] if entered else None
+    if frame is None:
+        # Entered under no_grad. Paddle would take off whatever is registered.
+        return None if _dispatcher.registered or _dispatcher.native else wrapped(*args, **kwargs)
+    _local.frames.remove(frame)
+    with _dispatcher.lock:
+        if frame.before is not None:
+            _dispatcher.leave(frame.before)
+            return None
+        _dispatcher.native = None
+        return None if _dispatcher.registered is not None else wrapped(*args, **kwargs)
+
+
+if not LAYERS_MAY_SAVE_NONE:
+
+    def _replaced(saved: Any, old: Any, new: Any) -> Any:
+        if isinstance(saved, (list, tuple)):
+            return type(saved)(_replaced(item, old, new) for item in saved)
+        return new if saved is old else saved
+
+    @wrapt.patch_function_wrapper(PyLayerContext, "save_for_backward")
+    def _save_for_backward(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+        """A tensor in the place of None, while there are hooks."""
+        wrapped(*(_replaced(args, None, NONE) if _dispatcher.registered else args), **kwargs)
+
+    @wrapt.patch_function_wrapper(PyLayerContext, "saved_tensor")
+    def _saved_tensor(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+        return _replaced(wrapped(*args, **kwargs), NONE, None)

@@ -1,0 +1,483 @@
+"""The hook engine: the true graph, with the saved tensors left out of it.
+
+1. The first run records, on the caller's own objects. What autograd saves
+   meanwhile is described, not kept: Paddle gets a ticket for it.
+2. The first ticket that is handed in for its tensor runs the region again, on
+   what the first run started from. The tensors which that run saves, in the same
+   order, are what the tickets stand for. Its own graph is dropped.
+3. A second run ends where the last tensor that somebody waits for was saved.
+   A ticket whose part of the graph is gone waits for nothing.
+4. A region inside a region is a plain call in the outer first run, and a region
+   in the outer second run. There the outer one keeps the inner one's tickets.
+5. The graph owns the recording through the unpack hook, not through the tickets:
+   Paddle 2.6 never frees those, and no Paddle frees what a hook that raised was
+   called with.
+6. A tensor that was handed out is let go, and with the last one the function and
+   its arguments, unless the caller keeps the graph for another backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+
+from paramproxy._ambient import GradMode
+from paramproxy._caller import keeps_graph
+from paramproxy._compat import PACKED_VALUES_LEAK, Tensor
+from paramproxy._dispatch import (
+    CallerHooks,
+    Frame,
+    caller_hooks,
+    fresh_stack,
+    is_registered,
+    pushed,
+    region_frame,
+    unpack,
+)
+from paramproxy._keep import KeptCall
+from paramproxy._policy import Decision, decision_of
+from paramproxy._region import Options, Region
+from paramproxy._saved import (
+    Kept,
+    Metadata,
+    Offloaded,
+    Twin,
+    handed_over,
+    keep,
+    refuse_change,
+    user_lines,
+)
+from paramproxy._settings import debug_mode, early_stop
+from paramproxy._stop import Stopper
+from paramproxy._tree import flatten
+from paramproxy.exceptions import ReplayMismatchError
+
+
+__all__ = ["is_plain_call", "is_served", "run"]
+
+
+def is_plain_call() -> bool:
+    """Whether a region that opens now is part of what another first run records."""
+    return isinstance(region_frame(), FirstRun)
+
+
+def is_served() -> bool:
+    """Whether a region that opens now is inside one of this engine, whichever it asks for."""
+    return isinstance(region_frame(), (FirstRun, SecondRun))
+
+
+def run(region: Region, tensors: list[Any], offload: set[int], options: Options) -> Any:
+    """The region's result, with tickets in its graph."""
+    recording = Recording(
+        region=region,
+        kept=region.keep(tensors, offload),
+        policy=options.policy,
+        lines=[] if debug_mode(options.debug) else None,
+        stops_early=early_stop(),
+        hooks=_hooks_around(),
+    )
+    frame = FirstRun(recording)
+    with pushed(frame, recording.unpack):
+        frame.find_owner()
+        value = region.first_run(tensors, record=True)
+    recording.close()
+    recording.watch_grad_mode(value, tensors)
+    return value
+
+
+def _hooks_around() -> CallerHooks | None:
+    """A caller's own hooks around a region that opens now: they pack what it saves."""
+    frame = caller_hooks() or region_frame()
+    if isinstance(frame, (FirstRun, SecondRun)):
+        return frame.recording.hooks
+    return frame if isinstance(frame, CallerHooks) and not frame.is_paddle_recompute else None
+
+
+class Ticket:
+    """What Paddle holds for one saved tensor.
+
+    Attributes:
+        recording: What gives the recording it belongs to.
+        index: Which of the tensors that the function saves; -1 for one of a
+            kept call, which is not saved again.
+        is_layers: Whether a PyLayer saved it.
+        twin: Its place in the graph, for a PyLayer.
+        value: The tensor, or what gives it; None until there is a replay.
+        version: The tensor's in-place version counter.
+    """
+
+    __slots__ = ("__weakref__", "index", "is_layers", "recording", "twin", "value", "version")
+
+    def __init__(
+        self, recording: Callable[[], Recording | None], index: int, is_layers: bool, twin: Any
+    ) -> None:
+        self.recording = recording
+        self.index = index
+        self.is_layers = is_layers
+        self.twin = twin
+        self.value: Any = None
+        self.version = 0
+
+    def fill(self, value: Any, tensor: Any) -> None:
+        """Take the value, which stands for a tensor as it is now."""
+        self.value = value
+        self.version = tensor._inplace_version()
+
+    def clear(self) -> None:
+        self.value = self.twin = None
+
+    def unpack(self) -> Any:
+        """The tensor, for a backward."""
+        recording = self.recording()
+        assert recording is not None  # the graph owns it
+        return recording.tensor(self)
+
+    def __del__(self) -> None:
+        recording = self.recording()
+        if recording is not None:
+            recording.settle(self)
+
+
+@attrs.define(eq=False)
+class Recording:
+    """What the graph owns of a region: how to get back the tensors it saved.
+
+    Attributes:
+        region: The region. None once nobody waits for a tensor.
+        kept: What the region's replay starts from.
+        policy: What to keep of what is saved; None to recompute it all.
+        lines: For each saved tensor the user's lines that saved it, in debug mode.
+        stops_early: Whether a replay ends with the last tensor that is needed.
+        hooks: A caller's own hooks around the region.
+        metadata: Of each tensor that the first run saved.
+        tickets: The ticket of each, weakly.
+        waiting: The tickets that were not handed out for good, by id.
+        calls: What its kept calls returned.
+        is_open: Whether the first run is still going on.
+        mode: The grad mode of the backward that is running.
+        error: What the policy raised.
+    """
+
+    region: Region | None
+    kept: list[Any]
+    policy: Any
+    lines: list[list[str]] | None
+    stops_early: bool
+    hooks: CallerHooks | None
+    metadata: list[Metadata] = attrs.field(factory=list)
+    tickets: list[weakref.ref[Ticket]] = attrs.field(factory=list)
+    waiting: set[int] = attrs.field(factory=set)
+    calls: list[KeptCall] = attrs.field(factory=list)
+    is_open: bool = True
+    mode: GradMode = attrs.field(factory=GradMode)
+    error: Exception | None = None
+    lock: Any = attrs.field(factory=threading.RLock)
+
+    # The first run
+
+    def issue(self, owner: Any, tensor: Any, is_layers: bool) -> Ticket:
+        """A ticket for a tensor that the first run saves."""
+        index = len(self.metadata)
+        self.metadata.append(Metadata.of(tensor))
+        if self.lines is not None:
+            self.lines.append(user_lines())
+        ticket = self._ticket(owner, index, tensor, is_layers)
+        self.tickets.append(weakref.ref(ticket))
+        if self.policy is not None:
+            self._ask_policy(ticket, tensor)
+        return ticket
+
+    def issue_kept(self, owner: Any, tensor: Any, item: Any, is_layers: bool) -> Ticket:
+        """A ticket for a tensor that a kept call saves."""
+        ticket = self._ticket(owner, -1, tensor, is_layers)
+        ticket.fill(self.packed(tensor, item, is_layers), tensor)
+        self.tickets.append(weakref.ref(ticket)) if PACKED_VALUES_LEAK else None
+        return ticket
+
+    def _ticket(self, owner: Any, index: int, tensor: Any, is_layers: bool) -> Ticket:
+        has_place = is_layers and not (tensor.stop_gradient or tensor.is_leaf)
+        ticket = Ticket(owner, index, is_layers, Twin(tensor) if has_place else None)
+        self.waiting.add(id(ticket))
+        return ticket
+
+    def _ask_policy(self, ticket: Ticket, tensor: Any) -> None:
+        decision = self._decision(tensor)
+        if decision is Decision.SAVE:
+            ticket.fill(self.packed(tensor, None, ticket.is_layers), tensor)
+        elif decision is Decision.OFFLOAD:
+            offloaded = Offloaded.of(keep(tensor, ticket.is_layers))
+            if offloaded is not None:
+                ticket.fill(offloaded, tensor)
+
+    def _decision(self, tensor: Any) -> Decision:
+        """The policy's answer. Its errors wait: an exception through Paddle loses its type."""
+        try:
+            return decision_of(self.policy, tensor)
+        except Exception as exc:
+            self.error = self.error or exc
+            return Decision.RECOMPUTE
+
+    def packed(self, tensor: Any, item: Any, is_layers: bool) -> Any:
+        """What to hold of a tensor: what a frame above or the caller's own hooks made of it."""
+        if item is not None:
+            return item
+        held = keep(tensor, is_layers)
+        return held if self.hooks is None else self.hooks.packed(held)
+
+    def close(self) -> None:
+        """The first run is over."""
+        if self.error is not None:
+            raise self.error
+        self.is_open = False
+        self._release_if_done()
+
+    def watch_grad_mode(self, value: Any, inputs: list[Any]) -> None:
+        """Note the grad mode of a backward when it enters, by an output's gradient.
+
+        Paddle turns it off around an unpack hook, and on again only if that does
+        not raise. Whether it was on at all nobody can say by then.
+        """
+        if not self.waiting:
+            return
+        known = {id(tensor) for tensor in inputs}
+        for leaf in flatten(value)[0]:
+            if isinstance(leaf, Tensor) and id(leaf) not in known:
+                known.add(id(leaf))
+                if not (leaf.stop_gradient or leaf.is_leaf):
+                    leaf._register_grad_hook(self.mode.note)
+
+    # Backward
+
+    def unpack(self, packed: Any) -> Any:
+        """The unpack hook. That it is a method is what keeps the recording alive."""
+        return packed.unpack()
+
+    def tensor(self, ticket: Ticket) -> Any:
+        """The tensor that a ticket stands for.
+
+        Raises:
+            ReplayMismatchError: The function saved other tensors than the first time.
+            MutationError: The tensor, or what it is made from, was changed in place.
+            ReplayError: The function raised.
+        """
+        try:
+            with self.lock:
+                if ticket.value is None:
+                    self._replay(ticket)
+                value = ticket.value
+            tensor = value if isinstance(value, Tensor) else value.unpack()
+            if tensor is value:
+                refuse_change(tensor, ticket.version)
+        except BaseException as exc:
+            raise self.mode.restored_by(exc) from exc
+        if ticket.twin is not None:
+            tensor = ticket.twin.filled(tensor)
+        if not ticket.is_layers and not keeps_graph():
+            ticket.clear()
+            self.settle(ticket)
+        return handed_over(tensor, ticket.is_layers)
+
+    def settle(self, ticket: Ticket) -> None:
+        """Nobody waits for this ticket's tensor any more."""
+        self.waiting.discard(id(ticket))
+        self._release_if_done()
+
+    def _release_if_done(self) -> None:
+        if not (self.waiting or self.is_open):
+            self.region = None
+            self.kept, self.calls, self.tickets = [], [], []
+
+    def _replay(self, ticket: Ticket) -> None:
+        region = self.region
+        assert region is not None  # a ticket waits for it
+        second = SecondRun.of(self)
+        with fresh_stack():
+            region.rerun(self.kept, lambda: second.pushed(region))
+        second.refuse_mismatch(region)
+
+    def __del__(self) -> None:
+        if PACKED_VALUES_LEAK:
+            for ticket in map(weakref.ref.__call__, self.tickets):
+                if ticket is not None:
+                    ticket.clear()
+
+
+@attrs.define(eq=False)
+class FirstRun(Frame):
+    """The frame of a first run.
+
+    Attributes:
+        recording: What it fills.
+        owner: What a ticket knows its recording by.
+        outer: The second run that this is a part of.
+    """
+
+    recording: Recording
+    owner: Any = None
+    outer: Frame | None = None
+    below: Frame | None = None
+
+    def find_owner(self) -> None:
+        """Once pushed: a weak reference if the graph owns the recording, else a strong one."""
+        self.outer = self.below if isinstance(self.below, (SecondRun, Once)) else None
+        if self.outer is None and is_registered(self.recording.unpack):
+            self.owner = weakref.ref(self.recording)
+        else:
+            recording = self.recording
+            self.owner = lambda: recording
+
+    def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
+        ticket = self.recording.issue(self.owner, tensor, is_layers)
+        return ticket if self.outer is None else self.outer.take(tensor, ticket, is_layers)
+
+    def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.below is not None and not isinstance(self.below, Once):
+            value = self.below.keep(function, args, kwargs)
+        else:
+            with pushed(Once(self.recording, self.owner)):
+                value = function(*args, **kwargs)
+        self.recording.calls.append(KeptCall.of(value))
+        return value
+
+
+@attrs.define(eq=False)
+class Once(Frame):
+    """The frame of a kept call in a first run: what it saves is kept."""
+
+    recording: Recording
+    owner: Any
+    below: Frame | None = None
+
+    def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
+        return self.recording.issue_kept(self.owner, tensor, item, is_layers)
+
+    def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+
+@attrs.define(eq=False)
+class SecondRun(Frame):
+    """The frame of a replay: it fills the tickets that wait.
+
+    Attributes:
+        recording: Whose tickets.
+        wanted: Those that wait, by index.
+        last: The last index of them.
+        count: How many tensors were saved.
+        calls: How many calls were kept.
+        mismatch: What is not as it was in the first run.
+        held: What stands for the tensors in the graph of the replay.
+    """
+
+    recording: Recording
+    wanted: dict[int, Ticket]
+    last: int
+    count: int = 0
+    calls: int = 0
+    mismatch: str = ""
+    stopper: Stopper = attrs.field(factory=Stopper)
+    held: list[Kept] = attrs.field(factory=list)
+    below: Frame | None = None
+
+    @classmethod
+    def of(cls, recording: Recording) -> SecondRun:
+        tickets = [reference() for reference in recording.tickets]
+        wanted = {
+            ticket.index: ticket
+            for ticket in tickets
+            if ticket is not None and ticket.value is None and id(ticket) in recording.waiting
+        }
+        return cls(recording, wanted, max(wanted))
+
+    @contextlib.contextmanager
+    def pushed(self, region: Region) -> Any:
+        """The block in which the function is called."""
+        try:
+            with pushed(self, unpack), self.stopper.watching():
+                yield
+        finally:
+            self.wanted = {}
+            if PACKED_VALUES_LEAK:
+                for kept in self.held:
+                    kept.tensor = None
+
+    def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
+        index = self.count
+        self.count += 1
+        held = self._hold(tensor, is_layers)
+        if not self.stopper.is_stopped:
+            self._look(index, tensor, item, is_layers)
+        if self.stopper.is_stopped:
+            self.stopper.stop(tensor, is_layers)
+        return held
+
+    def _hold(self, tensor: Any, is_layers: bool) -> Kept:
+        """For a backward inside the function itself."""
+        held = Kept(keep(tensor, is_layers), tensor._inplace_version(), is_layers)
+        if PACKED_VALUES_LEAK:
+            self.held.append(held)
+        return held
+
+    def _look(self, index: int, tensor: Any, item: Any, is_layers: bool) -> None:
+        recording = self.recording
+        if index >= len(recording.metadata):
+            if not recording.is_open:
+                self._differ(index, "there was none", str(Metadata.of(tensor)))
+            return
+        before, now = recording.metadata[index], Metadata.of(tensor)
+        if before != now:
+            self._differ(index, f"it was {before.told(now)}", now.told(before))
+            return
+        ticket = self.wanted.get(index)
+        if ticket is not None:
+            ticket.fill(recording.packed(tensor, item, is_layers), tensor)
+        if index == self.last and (recording.stops_early or recording.is_open):
+            self.stopper.is_stopped = True
+
+    def _differ(self, index: int, before: str, now: str) -> None:
+        lines = self.recording.lines
+        self.mismatch = (
+            f"saved tensor {index} (of {len(self.recording.metadata)}) is {now}, and in the first "
+            f"run {before}. {_CAUSES}"
+        )
+        if lines is None:
+            self.mismatch += " debug=True shows the lines that save it."
+        else:
+            first = lines[index] if index < len(lines) else ["(nothing)"]
+            self.mismatch += "\n".join(
+                ["", "In the first run:", *first, "In the replay:", *user_lines()]
+            )
+        self.stopper.is_stopped = True
+
+    def refuse_mismatch(self, region: Region) -> None:
+        """Afterwards: raise what was found."""
+        if not self.mismatch and not self.stopper.is_stopped:
+            count = len(self.recording.metadata)
+            if self.count < count:
+                self.mismatch = (
+                    f"it saved {self.count} tensors for backward, and {count} in its first run. "
+                    f"{_CAUSES}"
+                )
+        if self.mismatch:
+            msg = f"Cannot replay {region.name}: {self.mismatch}"
+            raise ReplayMismatchError(msg)
+
+    def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        index = self.calls
+        self.calls += 1
+        if index < len(self.recording.calls):
+            return self.recording.calls[index].again()
+        msg = f"it makes {index + 1} calls of keep, and {index} in its first run. {_CAUSES}"
+        raise ReplayMismatchError(msg)
+
+
+_CAUSES = (
+    "A region has to do the same each time. Usual causes: it reads a global, an attribute or a "
+    "clock that has changed; it draws random numbers of a generator that is not restored; it "
+    "writes what it reads; it branches on a value that is not reproducible."
+)

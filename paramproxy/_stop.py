@@ -1,0 +1,82 @@
+"""Early stop: end a replay where the last tensor that anybody waits for was saved.
+
+That is an exception through Paddle's C++. It leaves two things behind: grad mode
+off, which the end of the replay restores, and the tensor that the pack hook was
+called with, for good. So that tensor is emptied first.
+
+What a PyLayer saves is the user's own object, and an exception in a PyLayer's
+forward leaves its whole context behind. There the stop waits for the next
+operator outside of it that saves something.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import attrs
+from paddle.autograd import PyLayerContext
+
+from paramproxy._compat import Tensor
+
+
+__all__ = ["ReplayStopped", "Stopper"]
+
+
+class ReplayStopped(BaseException):
+    """Raised through the user's function; no `Exception`, which that might catch."""
+
+
+@attrs.define(eq=False)
+class Stopper:
+    """Stops the replay of one function.
+
+    Attributes:
+        is_stopped: Whether it was asked to.
+    """
+
+    is_stopped: bool = False
+    _root: types.FrameType | None = None
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[None]:
+        """The block in which the function is called."""
+        self._root = sys._getframe(2)  # past contextlib's
+        try:
+            yield
+        except BaseException:
+            if not self.is_stopped:
+                raise
+        finally:
+            self._root = None
+
+    def stop(self, tensor: Any, is_layers: bool) -> None:
+        """Called by a pack hook, again and again from the first time on.
+
+        Args:
+            tensor: What the hook was called with.
+            is_layers: Whether a PyLayer saves it.
+        """
+        self.is_stopped = True
+        if not is_layers and not self._is_in_a_layer():
+            tensor.reconstruct_from_(Tensor())
+            raise ReplayStopped
+
+    def _is_in_a_layer(self) -> bool:
+        frame: Any = sys._getframe(2)
+        while frame is not None and frame is not self._root:
+            if _is_forward(frame):
+                return True
+            frame = frame.f_back
+        return False
+
+
+def _is_forward(frame: types.FrameType) -> bool:
+    """Whether the frame runs the `forward` of a PyLayer."""
+    code = frame.f_code
+    if code.co_name != "forward" or not code.co_argcount:
+        return False
+    return isinstance(frame.f_locals.get(code.co_varnames[0]), PyLayerContext)
