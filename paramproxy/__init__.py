@@ -3,8 +3,24 @@
 import sys
 
 from paramproxy._compat import keep_out_of_to_static
+from paramproxy._keep import keep
 from paramproxy._leaf import ParamLeaf
-from paramproxy._recompute import recompute
+from paramproxy._policy import (
+    Decision,
+    Policy,
+    SavedTensor,
+    offload_over,
+    save_everything,
+    save_nothing,
+    save_ops,
+    save_under,
+)
+from paramproxy._recompute import checkpoint, recompute
+from paramproxy._settings import (
+    is_recomputing,
+    set_checkpoint_debug_enabled,
+    set_checkpoint_early_stop,
+)
 from paramproxy._tree import detach, grads
 from paramproxy._version import __version__
 from paramproxy._view import ParamView, unwrap
@@ -22,6 +38,7 @@ from paramproxy.exceptions import (
 
 
 __all__ = [
+    "Decision",
     "InPlaceOperatorError",
     "MutationError",
     "NoStorageError",
@@ -29,14 +46,26 @@ __all__ = [
     "ParamLeaf",
     "ParamProxyError",
     "ParamView",
+    "Policy",
     "ReplayError",
     "ReplayMismatchError",
     "RetainGraphWarning",
+    "SavedTensor",
     "UnsupportedError",
     "__version__",
+    "checkpoint",
     "detach",
     "grads",
+    "is_recomputing",
+    "keep",
+    "offload_over",
     "recompute",
+    "save_everything",
+    "save_nothing",
+    "save_ops",
+    "save_under",
+    "set_checkpoint_debug_enabled",
+    "set_checkpoint_early_stop",
     "unwrap",
 ]
 

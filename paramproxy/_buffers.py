@@ -20,15 +20,17 @@ from paramproxy._parameter import nbytes
 from paramproxy._tree import alias
 
 
-__all__ = ["LARGEST_SNAPSHOT", "Buffers"]
+__all__ = ["Buffers"]
 
 # They write without a word to the version counter.
 _SILENT_WRITES = ("set_value", "copy_")
 
 
-# A buffer that was written in place before may be again, and the replay has to
-# start from what the first run found in it. A larger one is not copied for that.
-LARGEST_SNAPSHOT = 2**20
+# The replay has to start from what the first run found in a buffer, and nobody
+# knows before whether it will write it. A small one is copied in case it does; a
+# larger one if it was written in place before; the largest never.
+SMALL = 2**16
+LARGEST = 2**20
 
 
 @attrs.define(eq=False)
@@ -63,7 +65,7 @@ class Buffers:
         return cls(
             versions,
             bindings=[(layer._buffers, dict(layer._buffers)) for layer in layers],
-            snapshots={id(t): t.clone() for t, version in versions if version and _is_small(t)},
+            snapshots={id(t): t.clone() for t, version in versions if _may_be_written(t, version)},
         )
 
     @classmethod
@@ -119,8 +121,10 @@ def _bind(where: dict[str, Any], name: str, buffer: Any) -> None:
         where[name] = buffer
 
 
-def _is_small(tensor: Any) -> bool:
-    return nbytes(tensor) <= LARGEST_SNAPSHOT
+def _may_be_written(tensor: Any, version: int) -> bool:
+    if version:
+        return nbytes(tensor) <= LARGEST
+    return not isinstance(tensor, EagerParamBase) and nbytes(tensor) <= SMALL
 
 
 def _statistics(layer: Any) -> tuple[Any, ...]:

@@ -57,6 +57,8 @@ __all__ = [
 class Frame:
     """What a tensor that is saved for backward goes through, in one thread."""
 
+    under: Frame | None = None
+    """The next frame down."""
     below: Frame | None = None
     """The next frame down that belongs to a region."""
 
@@ -202,6 +204,7 @@ def pushed(frame: Frame, hook: Callable[[Any], Any] | None = None) -> Iterator[N
             did, and for one that only wants to be found.
     """
     before = None if hook is None else _dispatcher.enter(hook)
+    frame.under = _local.frames[-1] if _local.frames else None
     frame.below = region_frame()
     _local.frames.append(frame)
     try:
@@ -224,8 +227,7 @@ def fresh_stack() -> Iterator[None]:
 
 def is_registered(hook: Callable[[Any], Any]) -> bool:
     """Whether Paddle keeps this unpack hook with what is saved at the moment."""
-    is_it: bool = _dispatcher.registered == hook
-    return is_it
+    return bool(_dispatcher.registered == hook)
 
 
 def region_frame() -> Frame | None:
@@ -259,7 +261,8 @@ class CallerHooks(Frame):
     @property
     def is_paddle_recompute(self) -> bool:
         """Whether they are those of Paddle's own hook mode, which counts what it packs."""
-        return getattr(self.hooks.pack_hook, "__module__", "") == paddle_recompute().__name__
+        module = getattr(self.hooks.pack_hook, "__module__", "")
+        return bool(module == paddle_recompute().__name__)
 
     def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
         packed = self.packed(tensor)

@@ -40,8 +40,9 @@ from paramproxy._dispatch import (
     unpack,
 )
 from paramproxy._keep import KeptCall
+from paramproxy._options import Options
 from paramproxy._policy import Decision, decision_of
-from paramproxy._region import Options, Region
+from paramproxy._region import Region
 from paramproxy._saved import (
     Kept,
     Metadata,

@@ -79,7 +79,7 @@ class SavedTensor:
 
 def decision_of(policy: Callable[[SavedTensor], Decision], tensor: Any) -> Decision:
     """What the policy answers for a tensor that is being saved."""
-    decision = policy(SavedTensor.of(tensor))
+    decision: Any = policy(SavedTensor.of(tensor))
     if not isinstance(decision, Decision):
         msg = (
             f"Cannot take {decision!r} from the policy {policy!r}: expected Decision.SAVE, "
@@ -121,6 +121,8 @@ class _Either(Policy):
 
 @attrs.frozen
 class _Always(Policy):
+    """The same decision for every tensor."""
+
     decision: Decision
 
     def __call__(self, saved: SavedTensor) -> Decision:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar, overload
 
 import paddle
 
 from paramproxy import _hooked, _reentrant
 from paramproxy._call import Call
 from paramproxy._compat import mark_recomputed, untraced
+from paramproxy._options import Options
 from paramproxy._policy import Decision, SavedTensor
-from paramproxy._region import Options, Region
+from paramproxy._region import Region
 
 
-__all__ = ["recompute"]
+__all__ = ["checkpoint", "recompute"]
 
+P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -48,15 +51,29 @@ def recompute(
             has to do the same each time it is called.
         *args: Its arguments: tensors of any shape and dtype, parameters, views,
             constants, None, in containers of any depth.
-        use_reentrant: True for the PyLayer engine, the one there is so far.
+        use_reentrant: True for the reentrant engine, a PyLayer, as Paddle's
+            default. False for the hook engine, which keeps the exact graph. The
+            table below says which gives what.
         preserve_rng_state: Whether the second run draws the random numbers of
             the first: Paddle's generators of the current device, the
             hybrid-parallel tracker, numpy's and Python's global streams, and
             what is registered with Paddle's `custom_state_manager`. False
             leaves all of them alone.
+        preserve_external_rng_state: False leaves numpy's and Python's streams
+            alone, which saves more than half of what a small region costs.
+        preserve_buffers: Whether buffers that the function writes (running
+            statistics, a moving average) are written once, though it runs
+            twice. Only those that the first run changed are copied.
         offload_indices: Positions of arguments whose tensors wait for backward
             in host memory, and names of keyword arguments. Tensors that are in
-            host memory already stay where they are, and so do parameters.
+            host memory already stay where they are, and so do parameters, and
+            tensors that are not contiguous.
+        policy: What to do with each tensor that is saved for backward: recompute
+            it, keep it, or move it to the host. See
+            [`save_ops`][paramproxy.save_ops] and its like. The hook engine
+            serves such a call, whatever `use_reentrant` says.
+        debug: Whether to note which lines save what, so that the error can name
+            them when a second run turns out to differ (hook engine).
         **kwargs: Its keyword arguments.
 
     Returns:
@@ -70,12 +87,13 @@ def recompute(
         TypeError: `function` can't be called.
         ValueError: `offload_indices` names something that is no argument.
         UnsupportedError: At once for what no second run could get right; in
-            backward for `paddle.grad` and `create_graph=True`.
+            backward, in reentrant mode, for `paddle.grad` and `create_graph=True`.
         MutationError: A tensor that the function reads was changed in place,
             by the function itself or between forward and backward.
         NoStorageError: A parameter was freed and not gathered again.
         ReplayError: The function raised in its second run only.
-        ReplayMismatchError: Its second run gave other outputs than its first.
+        ReplayMismatchError: Its second run gave other outputs than its first, or
+            saved other tensors.
 
     Examples:
         >>> import paddle
@@ -88,44 +106,100 @@ def recompute(
         >>> w.grad.shape == w.shape
         True
 
-    !!! warning "What the reentrant engine cannot do"
-        - **A second backward** through any PyLayer crashes Paddle. Asking for
-          `retain_graph=True` gives a `RetainGraphWarning`.
-        - `paddle.grad` and `create_graph=True` are refused.
-        - The first run records nothing. What leaves the function by another way
-          than its result (a loss kept on a layer) has no gradient, and of
-          several outputs one that was cut off has `stop_gradient=False`.
-        - In the second run a leaf stands for a parameter argument:
-          `isinstance`, `name` and every attribute are the parameter's, `is` is not.
-        - A parameter that several regions *capture* has its hooks called once
-          for each. Pass it as an argument, and they are called once.
-        - Buffers are written by both runs.
+    | | reentrant (default) | hook engine |
+    |---|---|---|
+    | the graph | one node; a graph of its own in backward | the true one |
+    | first run | without recording | recording |
+    | parameter arguments in the second run | leaves: all but `is` | themselves |
+    | `retain_graph`, a second backward | crashes Paddle: a warning before | right |
+    | `paddle.grad`, double gradients | refused | right |
+    | several outputs, hooks, `paddle.grad` in the function | [caveats](caveats.md) | right |
+    | what leaves the function by another way than its result | no gradient | right |
+    | the tail after the last saved tensor | runs again | does not |
+    | a backward that enters by an early output | runs the whole region at once | the same |
 
-        The page *Caveats* of the documentation has the whole list.
+    Three kinds of calls in reentrant mode are served by the hook engine: those
+    without a differentiable input, those with a `policy`, and those inside of a
+    region of the hook engine. The page *Caveats* has what neither can do.
     """
     options = Options(
+        use_reentrant=use_reentrant,
         preserve_rng_state=preserve_rng_state,
         preserve_external_rng_state=preserve_external_rng_state,
         preserve_buffers=preserve_buffers,
-        debug=debug,
+        offload_indices=offload_indices,
         policy=policy,
+        debug=debug,
     )
-    offloaded = tuple(offload_indices)
-    result: R = _recompute(function, args, kwargs, use_reentrant, offloaded, options)
+    result: R = _recompute(function, args, kwargs, options)
     return result
 
 
+@overload
+def checkpoint(function: Callable[P, R], /) -> Callable[P, R]: ...
+
+
+@overload
+def checkpoint(
+    *,
+    use_reentrant: bool = True,
+    preserve_rng_state: bool = True,
+    preserve_external_rng_state: bool = True,
+    preserve_buffers: bool = True,
+    offload_indices: Iterable[int | str] = (),
+    policy: Callable[[SavedTensor], Decision] | None = None,
+    debug: bool = False,
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def checkpoint(function: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Have every call of a function or method recomputed.
+
+    Args:
+        function: The function. Left out, a decorator with these options.
+        **options: As of [`recompute`][paramproxy.recompute].
+
+    Returns:
+        A function with the signature of `function`.
+
+    Raises:
+        TypeError: `function` can't be called, or there is no such option.
+
+    Examples:
+        >>> import paddle, paramproxy
+        >>> class Block(paddle.nn.Layer):
+        ...     @paramproxy.checkpoint(use_reentrant=False)
+        ...     def forward(self, x):
+        ...         return paddle.tanh(x)
+        >>> x = paddle.ones([2])
+        >>> x.stop_gradient = False
+        >>> Block()(x).sum().backward()
+        >>> x.grad.shape == x.shape
+        True
+    """
+    chosen = Options.of(options)
+    return _checkpointed(chosen) if function is None else _checkpointed(chosen)(function)
+
+
+def _checkpointed(options: Options) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    def decorator(function: Callable[P, R]) -> Callable[P, R]:
+        _refuse_uncallable(function)
+
+        @untraced
+        @functools.wraps(function)
+        def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
+            result: R = _recompute(function, args, kwargs, options)
+            return result
+
+        return checkpointed
+
+    return decorator
+
+
 def _recompute(
-    function: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    use_reentrant: bool,
-    offload_indices: tuple[int | str, ...],
-    options: Options,
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> Any:
-    if not callable(function):
-        msg = f"Cannot recompute {function!r}: expected a callable, got {type(function).__name__}."
-        raise TypeError(msg)
+    _refuse_uncallable(function)
     if not paddle.in_dynamic_mode():
         call = Call.of(args, kwargs)
         return mark_recomputed(function)(*call.args, **call.kwargs)
@@ -133,11 +207,22 @@ def _recompute(
         call = Call.of(args, kwargs)
         return function(*call.args, **call.kwargs)
     region, tensors = Region.open(function, args, kwargs, options)
-    offload = _offloaded(region, offload_indices)
-    is_reentrant = use_reentrant and region.has_differentiable_operand and options.policy is None
-    if is_reentrant and not _hooked.is_served():
+    offload = _offloaded(region, options.offload_indices)
+    if _is_reentrant(region, options):
         return _reentrant.run(region, tensors, offload)
     return _hooked.run(region, tensors, offload, options)
+
+
+def _is_reentrant(region: Region, options: Options) -> bool:
+    """Whether the reentrant engine is asked for, and can do what is asked."""
+    is_asked = options.use_reentrant and options.policy is None
+    return is_asked and region.has_differentiable_operand and not _hooked.is_served()
+
+
+def _refuse_uncallable(function: Any) -> None:
+    if not callable(function):
+        msg = f"Cannot recompute {function!r}: expected a callable, got {type(function).__name__}."
+        raise TypeError(msg)
 
 
 def _offloaded(region: Region, indices: tuple[int | str, ...]) -> set[int]:

@@ -20,12 +20,13 @@ import attrs
 import paddle
 from paddle.autograd import PyLayer
 
-from paramproxy._ambient import final_hooks_kept, streams_kept
+from paramproxy._ambient import streams_kept
 from paramproxy._call import Result
 from paramproxy._caller import backward_frame, is_paddles
 from paramproxy._compat import EagerParamBase, Tensor, is_made_by_no_op, with_own_header
-from paramproxy._operand import as_roots
-from paramproxy._region import Region, is_differentiable
+from paramproxy._dispatch import fresh_stack, pushed
+from paramproxy._kept_graph import FirstRun, SecondRun
+from paramproxy._region import Region, Replay, is_differentiable
 from paramproxy._tree import copy_attributes, unflatten
 from paramproxy.exceptions import RetainGraphWarning, UnsupportedError
 
@@ -38,14 +39,16 @@ def run(region: Region, tensors: list[Any], offload: set[int]) -> Any:
     region.refuse_hidden()
     kept = region.keep(tensors, offload)
     inputs = [tensor for tensor in tensors if not tensor.stop_gradient]
-    value = region.first_run(tensors, record=region.captured.has_static)
+    constants = {id(tensor) for tensor in tensors if tensor.stop_gradient}
+    with pushed(FirstRun(graphs=region.kept_calls, constants=constants)):
+        value = region.first_run(tensors, record=region.captured.has_static)
     result = Result.of(value)
     region.record(result, tensors)
     fresh = _fresh(region, result, tensors)
     if fresh and all(is_made_by_no_op(result.leaves[places[0]]) for places in fresh):
         # A replay now tells. Its graph is dropped at once.
         with streams_kept():
-            again = region.replay(kept).result.leaves
+            again = _replay(region, kept).result.leaves
         fresh = [places for places in fresh if not again[places[0]].stop_gradient]
     if not fresh:
         return value
@@ -107,23 +110,25 @@ class _Reentrant(PyLayer):  # type: ignore[misc]
 
 def _run_again(region: Region, kept: list[Any], output_grads: dict[int, Any]) -> list[Any]:
     """The gradients of the operands, from those of the outputs that have one."""
-    replay = region.replay(kept)
-    used = {
-        position: grad
+    replay = _replay(region, kept)
+    used = [
+        (replay.result.leaves[position], grad)
         for position, grad in output_grads.items()
         if grad is not None and not replay.result.leaves[position].stop_gradient
-    }
+    ]
     if used:
-        with paddle.set_grad_enabled(True):
-            roots = as_roots([replay.result.leaves[position] for position in used])
-        with final_hooks_kept():
-            _run_backward(region, roots, list(used.values()))
+        _run_backward(region, replay, used)
     return replay.gradients()
 
 
-def _run_backward(region: Region, roots: list[Any], gradients: list[Any]) -> None:
+def _replay(region: Region, kept: list[Any]) -> Replay:
+    with fresh_stack(), pushed(SecondRun(graphs=region.kept_calls)):
+        return region.replay(kept)
+
+
+def _run_backward(region: Region, replay: Replay, outputs: list[tuple[Any, Any]]) -> None:
     try:
-        paddle.autograd.backward(roots, gradients)
+        replay.run_backward(outputs)
     except SystemError as exc:
         if "backward twice" not in str(exc):
             raise

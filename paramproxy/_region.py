@@ -30,7 +30,8 @@ from paramproxy._compat import EagerParamBase, Tensor
 from paramproxy._graph import reaches
 from paramproxy._hooks import hooks_registered_once
 from paramproxy._leaf import Handover, leaf_gradient
-from paramproxy._operand import Operand, as_intermediates
+from paramproxy._operand import Operand, as_intermediates, as_roots
+from paramproxy._options import Options
 from paramproxy._rebind import Rebinder
 from paramproxy._settings import recomputing
 from paramproxy._tree import alias, hidden_tensors
@@ -43,26 +44,7 @@ from paramproxy.exceptions import (
 )
 
 
-__all__ = ["Options", "Region", "Replay", "is_differentiable"]
-
-
-@attrs.frozen
-class Options:
-    """What a caller may ask of a region besides its call.
-
-    Attributes:
-        preserve_rng_state: Whether the replay finds the random streams as they were.
-        preserve_external_rng_state: Whether numpy's and Python's are among them.
-        preserve_buffers: Whether what the replay writes into buffers is undone.
-        debug: Whether to note which lines save what.
-        policy: What to keep of what the region saves; None to recompute it all.
-    """
-
-    preserve_rng_state: bool = True
-    preserve_external_rng_state: bool = True
-    preserve_buffers: bool = True
-    debug: bool = False
-    policy: Any = None
+__all__ = ["Region", "Replay", "is_differentiable"]
 
 
 @attrs.define(eq=False)
@@ -72,6 +54,13 @@ class Replay:
     result: Result
     operands: list[tuple[Operand, Any]]
     handover: Handover
+
+    def run_backward(self, outputs: list[tuple[Any, Any]]) -> None:
+        """Run the graph backward from these outputs, each with its gradient."""
+        with grad_mode(True):
+            roots = as_roots([output for output, _ in outputs])
+        with final_hooks_kept():
+            paddle.autograd.backward(roots, [gradient for _, gradient in outputs])
 
     def gradients(self) -> list[Any]:
         """Hand over the gradient of each differentiable operand."""
@@ -101,6 +90,7 @@ class Region:
         ambient: The state of the first run.
         buffers: What it changed of the buffers that the function reads.
         metadata: That of the first run's result.
+        kept_calls: What the calls of `keep` in it gave.
     """
 
     function: Any
@@ -113,6 +103,7 @@ class Region:
     ambient: Ambient
     buffers: Buffers
     metadata: Metadata = attrs.field(factory=list)
+    kept_calls: list[Any] = attrs.field(factory=list)
 
     @property
     def name(self) -> str:
@@ -127,7 +118,7 @@ class Region:
         function: Any,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        options: Options = Options(),
+        options: Options,
     ) -> tuple[Region, list[Any]]:
         """Take down a call before its first run, and the tensors of its operands."""
         call = Call.of(args, kwargs)
@@ -310,12 +301,16 @@ class Region:
         watching: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Any:
         """What the function returns for these operands; None if `watching` stopped it."""
-        function, args, kwargs = self._rebound(given)
         try:
             with hooks_registered_once([*given, *self.captured.parameters]), watching():
-                return function(*args, **kwargs)
+                return self.call_now(given)
         except Exception as exc:
             raise ReplayError(self._replay_error(exc)) from exc
+
+    def call_now(self, given: list[Any]) -> Any:
+        """The same, in the world as it is now."""
+        function, args, kwargs = self._rebound(given)
+        return function(*args, **kwargs)
 
     def no_gradients(self, kept: list[Any]) -> list[Any]:
         """What autograd takes where no output had a gradient, so nothing is rerun."""
@@ -374,7 +369,7 @@ class Region:
         replaced = {
             id(tensor): standins[index]
             for (_, tensor), index in zip(self.captured.tensors, self.captured_operands)
-            if not tensor.stop_gradient or not tensor._is_initialized()
+            if not (self.operands[index].stop_gradient and tensor._is_initialized())
         }
         rebinder = Rebinder(self.captured, replaced)
         args, kwargs = self.call.filled(standins, rebinder.rebind)

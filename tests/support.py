@@ -8,14 +8,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import attrs
 import numpy as np
 import paddle
+import pytest
 from paddle.base import core
 from paddle.base.framework import EagerParamBase
 
 from paramproxy import recompute
+from paramproxy._options import Options
 
 
+OPTIONS = [field.name for field in attrs.fields(Options)]
 ROOT = Path(__file__).parent.parent
 
 
@@ -41,22 +45,31 @@ def values(x):
 
 def plain(function, /, *args, **kwargs):
     """What recompute is compared with: the call itself, without its options."""
-    for option in ("use_reentrant", "preserve_rng_state", "offload_indices"):
+    for option in OPTIONS:
         kwargs.pop(option, None)
     return function(*args, **kwargs)
 
 
-def same(scenario, literal=None):
+hooked = functools.partial(recompute, use_reentrant=False)
+"""The hook engine."""
+
+MODES = [pytest.param(recompute, id="reentrant"), pytest.param(hooked, id="hooks")]
+
+
+def same(scenario, literal=None, run=recompute):
     """Assert that `scenario(run)` gives with recompute what it gives without."""
-    paddle.seed(7)
-    np.random.seed(7)
+    seed()
     expected = scenario(plain)
     if literal is not None:
         assert expected == literal
+    seed()
+    assert scenario(run) == expected
+    return expected
+
+
+def seed():
     paddle.seed(7)
     np.random.seed(7)
-    assert scenario(recompute) == expected
-    return expected
 
 
 class Counted:

@@ -159,8 +159,8 @@ def test_the_same_output_twice_is_one_object():
 def test_a_tensor_hidden_in_an_argument_is_refused_by_name():
     x = tensor([1.0]) * 1.0
     with pytest.raises(UnsupportedError) as caught:
-        recompute(lambda b: b.x * 2.0, Unregistered(x))
-    assert "argument 0 is a Unregistered that holds a tensor which needs a gradient" in str(
+        recompute(lambda a, b: a * b.x * 2.0, x, Unregistered(x * 1.0))
+    assert "argument 1 is a Unregistered that holds a tensor which needs a gradient" in str(
         caught.value
     )
     assert "register the class with optree" in str(caught.value)
@@ -185,7 +185,7 @@ def test_a_tensor_hidden_in_a_result_is_refused_by_name():
 )
 def test_it_is_found_some_levels_down(hide):
     with pytest.raises(UnsupportedError, match="that holds a tensor which needs a gradient"):
-        recompute(lambda b: tensor([1.0]), hide(tensor([1.0]) * 1.0))
+        recompute(lambda a, b: a * 2.0, tensor([1.0]), hide(tensor([1.0]) * 1.0))
 
 
 @pytest.mark.parametrize(

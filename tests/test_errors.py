@@ -9,7 +9,7 @@ import pytest
 from support import Counted, param, plain, run_python, same, tensor, values
 
 import paramproxy
-from paramproxy import ParamProxyError, RetainGraphWarning, UnsupportedError, recompute
+from paramproxy import ParamProxyError, RetainGraphWarning, recompute
 
 
 def fails_in_the_replay(error):
@@ -196,12 +196,6 @@ def test_the_warning_comes_before_the_crash(call):
 def test_without_retain_graph_nothing_is_said(recwarn):
     recompute(lambda a: a * a, tensor([1.0]) * 1.0).sum().backward()
     assert not recwarn.list
-
-
-def test_hook_mode_is_refused_until_it_is_there():
-    with pytest.raises(UnsupportedError) as caught:
-        recompute(fails_in_the_replay, tensor([1.0]), use_reentrant=False)
-    assert "this release has the reentrant engine only" in str(caught.value)
 
 
 def test_every_error_inherits_a_builtin_too():

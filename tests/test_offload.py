@@ -34,7 +34,7 @@ def test_keywords_and_containers_can_be_named():
 def test_what_is_named_is_brought_to_the_host_and_back(monkeypatch):
     """On a CPU there is nothing to move, so the moves are watched."""
     moves = []
-    monkeypatch.setattr("paramproxy._operand._on_device", lambda t: True)
+    monkeypatch.setattr("paramproxy._operand.can_be_offloaded", lambda t: True)
     monkeypatch.setattr(
         "paramproxy._operand.to_host", lambda t: moves.append("host") or t.clone().detach()
     )

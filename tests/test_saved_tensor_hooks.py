@@ -7,6 +7,7 @@ import pytest
 from support import Counted, param, run_python, same, tensor, values
 
 from paramproxy import UnsupportedError, recompute
+from paramproxy._options import Options
 from paramproxy._region import Region
 
 
@@ -48,8 +49,8 @@ def test_gradients_are_right_and_the_hooks_see_the_inputs(inner):
 def test_a_pack_hook_that_returns_a_list_is_refused_clearly(kind):
     """Paddle hands what a PyLayer saved back without calling the unpack hook."""
     x = tensor([1.0]) * 1.0
-    region, tensors = Region.open(lambda a: a * a, (x,), {}, preserve_rng_state=False)
-    region.first_run(tensors)
+    region, tensors = Region.open(lambda a: a * a, (x,), {}, Options(preserve_rng_state=False))
+    region.first_run(tensors, record=False)
     with pytest.raises(UnsupportedError, match=f"gave a {kind.__name__} for argument 0") as caught:
         region.replay([kind([x])])
     assert "return another object there" in str(caught.value)

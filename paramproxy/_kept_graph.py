@@ -1,0 +1,190 @@
+"""Kept calls of the reentrant engine: a graph of their own, made in the first run.
+
+That run records nothing, so a kept call is recorded apart, on stand-ins. In the
+replay a PyLayer ties its outputs to the tensors that are passed then, and runs
+the graph that is there already backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+from paddle.autograd import PyLayer
+
+from paramproxy._ambient import grad_mode
+from paramproxy._call import Result
+from paramproxy._compat import Tensor, with_own_header
+from paramproxy._dispatch import Frame, pass_through, pushed
+from paramproxy._leaf import Handover
+from paramproxy._operand import as_intermediates
+from paramproxy._options import Options
+from paramproxy._region import Region, Replay, is_differentiable
+from paramproxy._tree import unflatten
+from paramproxy.exceptions import ReplayMismatchError
+
+
+__all__ = ["FirstRun", "SecondRun"]
+
+_ONLY_THE_CALL = Options(preserve_rng_state=False, preserve_buffers=False)
+
+
+@attrs.define(eq=False)
+class KeptGraph:
+    """One kept call: its operands and its result, with the graph between them."""
+
+    region: Region
+    replay: Replay
+
+    @classmethod
+    def of(
+        cls, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], constants: set[int]
+    ) -> KeptGraph:
+        """Run the call, recording.
+
+        Without grad mode every tensor looks like a constant. Only those that the
+        region was called with are known to be.
+        """
+        region, tensors = Region.open(function, args, kwargs, _ONLY_THE_CALL)
+        for operand, tensor in zip(region.operands, tensors):
+            if operand.parameter is None and id(tensor) not in constants:
+                operand.stop_gradient = not is_differentiable(tensor)
+        handover = Handover()
+        standins = [o.standin(o.keep(t, False), handover) for o, t in zip(region.operands, tensors)]
+        with grad_mode(True), pushed(_Inside()):
+            value = region.call_now(as_intermediates(region.operands, standins))
+        region.call.release()
+        pairs = list(zip(region.operands, standins))
+        return cls(region, Replay(Result.of(value), pairs, handover))
+
+    def value(self, outputs: dict[int, Any] | None = None) -> Any:
+        """The result: these outputs, detached tensors in the other places."""
+        outputs = outputs or {}
+        leaves = [
+            outputs.get(position, leaf.detach()) if isinstance(leaf, Tensor) else leaf
+            for position, leaf in enumerate(self.replay.result.leaves)
+        ]
+        return unflatten(self.replay.result.spec, leaves)
+
+    @property
+    def differentiable(self) -> list[int]:
+        """The positions of outputs that have a gradient."""
+        return [
+            position
+            for position, leaf in enumerate(self.replay.result.leaves)
+            if isinstance(leaf, Tensor) and not leaf.stop_gradient
+        ]
+
+    def tied(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result, in the graph of these arguments."""
+        again, tensors = Region.open(function, args, kwargs, _ONLY_THE_CALL)
+        if len(tensors) != len(self.region.operands):
+            msg = (
+                f"Cannot replay the kept call of {again.name}: it reads {len(tensors)} tensors, "
+                f"and {len(self.region.operands)} in the first run."
+            )
+            raise ReplayMismatchError(msg)
+        inputs = []
+        for operand, tensor in zip(self.region.operands, tensors):
+            if not operand.stop_gradient:
+                operand.is_leaf = tensor.is_leaf
+                inputs.append(tensor)
+        positions = self.differentiable
+        if not positions or all(tensor.stop_gradient for tensor in inputs):
+            return self.value()
+        return self.value(dict(zip(positions, _KeptCall.apply(_Box(self, positions), *inputs))))
+
+
+@attrs.frozen(eq=False)
+class _Box:
+    """What the PyLayer must not take for one more input."""
+
+    graph: KeptGraph
+    positions: list[int]
+
+
+class _KeptCall(PyLayer):  # type: ignore[misc]
+    @staticmethod
+    def forward(ctx: Any, box: _Box, *inputs: Any) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.box = box
+        ctx.flags = [tensor.stop_gradient for tensor in inputs]
+        leaves = box.graph.replay.result.leaves
+        return tuple(with_own_header(leaves[position].detach()) for position in box.positions)
+
+    @staticmethod
+    def backward(ctx: Any, *output_grads: Any) -> tuple[Any, ...]:
+        replay = ctx.box.graph.replay
+        pairs = [
+            (replay.result.leaves[position], grad)
+            for position, grad in zip(ctx.box.positions, output_grads)
+            if grad is not None
+        ]
+        if pairs:
+            replay.run_backward(pairs)
+        gradients = replay.gradients()
+        return tuple(None if flag else grad for flag, grad in zip(ctx.flags, gradients))
+
+
+@attrs.define(eq=False)
+class _Transparent(Frame):
+    """A frame that only wants to be found: what is saved goes to the one beneath."""
+
+    under: Frame | None = None
+    below: Frame | None = None
+
+    def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
+        if self.under is None:
+            return item or pass_through(tensor, is_layers)
+        return self.under.take(tensor, item, is_layers)
+
+
+@attrs.define(eq=False)
+class _Inside(_Transparent):
+    """The frame of a kept call."""
+
+    def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return function(*args, **kwargs)
+
+
+@attrs.define(eq=False)
+class FirstRun(_Transparent):
+    """The frame of a first run, which makes graphs.
+
+    Attributes:
+        graphs: One for each kept call.
+        constants: The tensors that are known to need no gradient, by id.
+    """
+
+    graphs: list[KeptGraph] = attrs.field(factory=list)
+    constants: set[int] = attrs.field(factory=set)
+
+    def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if isinstance(self.below, SecondRun):
+            graph = self.below.next_graph(function)
+        else:
+            graph = KeptGraph.of(function, args, kwargs, self.constants)
+        self.graphs.append(graph)
+        return graph.value()
+
+
+@attrs.define(eq=False)
+class SecondRun(_Transparent):
+    """The frame of a replay, which ties them in."""
+
+    graphs: list[KeptGraph] = attrs.field(factory=list)
+    calls: int = 0
+
+    def next_graph(self, function: Any) -> KeptGraph:
+        index = self.calls
+        self.calls += 1
+        if index == len(self.graphs):
+            msg = (
+                f"Cannot replay: the region makes more calls of keep than the {index} of its "
+                "first run. A region has to do the same each time."
+            )
+            raise ReplayMismatchError(msg)
+        return self.graphs[index]
+
+    def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self.next_graph(function).tied(function, args, kwargs)
