@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Iterator
 from typing import Any
 
@@ -33,38 +34,96 @@ SMALL = 2**16
 LARGEST = 2**20
 
 
+@attrs.frozen(eq=False)
+class Bindings:
+    """Which tensors a layer had under which names.
+
+    A layer that keeps a tensor under a name makes a buffer of it, also where the
+    attribute had been None.
+
+    Attributes:
+        layer: The layer.
+        buffers: Its buffers.
+        parameters: Its parameters.
+        attributes: Everything else.
+    """
+
+    layer: Any
+    buffers: dict[str, Any]
+    parameters: dict[str, Any]
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, layer: Any) -> Bindings:
+        return cls(layer, dict(layer._buffers), dict(layer._parameters), dict(vars(layer)))
+
+    def are_as_before(self) -> bool:
+        layer = self.layer
+        return _same(layer._buffers, self.buffers) and _same(layer._parameters, self.parameters)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """While it lasts, the layer has what it had; what it has now is put back then.
+
+        What is new stays, but for buffers: a layer that makes them when it first
+        runs makes them again.
+        """
+        layer, now = self.layer, Bindings.of(self.layer)
+        moved = [name for name in self.attributes if name not in now.attributes]
+        _rebind(layer._buffers, self.buffers)
+        _rebind(layer._parameters, {**now.parameters, **self.parameters})
+        vars(layer).update((name, self.attributes[name]) for name in moved)
+        try:
+            yield
+        finally:
+            _rebind(layer._buffers, now.buffers)
+            _rebind(layer._parameters, now.parameters)
+            for name in moved:
+                vars(layer).pop(name, None)
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return len(one) == len(other) and all(map(operator.is_, one.values(), other.values()))
+
+
+def _rebind(where: dict[str, Any], what: dict[str, Any]) -> None:
+    if not _same(where, what):
+        where.clear()
+        where.update(what)
+
+
 @attrs.define(eq=False)
 class Buffers:
     """The buffers that a function reads, and which of them it changed.
 
     Attributes:
+        bindings: What each layer had when the first run began.
         versions: Each tensor with its in-place version counter.
-        bindings: The `_buffers` of each layer, with what was in it.
         snapshots: What the first run found in a tensor, by the tensor's id.
         changed: The tensors that the first run wrote into.
-        rebound: Where the first run put another tensor, and what had been there.
+        rebound: The layers that it gave other tensors.
     """
 
+    bindings: list[Bindings]
     versions: list[tuple[Any, int]]
-    bindings: list[tuple[dict[str, Any], dict[str, Any]]]
     snapshots: dict[int, Any] = attrs.field(factory=dict)
     changed: list[Any] = attrs.field(factory=list)
-    rebound: list[tuple[dict[str, Any], str, Any]] = attrs.field(factory=list)
+    rebound: list[Bindings] = attrs.field(factory=list)
 
     @classmethod
     def of(cls, captured: Captured) -> Buffers:
-        layers = [layer for layer, _ in captured.layers if layer._buffers]
+        bindings = [Bindings.of(layer) for layer, _ in captured.layers]
         tensors = [
             *captured.frozen,
             *(tensor for _, tensor in captured.tensors),
             *(fixed.tensor for fixed in captured.fixed),
-            *(buffer for layer in layers for buffer in layer._buffers.values()),
+            *(buffer for layer in bindings for buffer in layer.buffers.values()),
         ]
         found = {id(t): t for t in tensors if t is not None and t.stop_gradient}
         versions = [(t, t._inplace_version()) for t in found.values() if t._is_initialized()]
         return cls(
+            bindings,
             versions,
-            bindings=[(layer._buffers, dict(layer._buffers)) for layer in layers],
             snapshots={id(t): t.clone() for t, version in versions if _may_be_written(t, version)},
         )
 
@@ -76,49 +135,35 @@ class Buffers:
     @contextlib.contextmanager
     def watched(self, captured: Captured) -> Iterator[None]:
         """The first run."""
-        written = [t for layer, mode in captured.layers if mode for t in _statistics(layer)]
+        written: list[Any] = []
         with contextlib.ExitStack() as stack:
-            for _, before in self.bindings:
-                for buffer in before.values():
+            for layer in self.bindings:
+                for buffer in layer.buffers.values():
                     if buffer is not None:
                         stack.enter_context(_silent_writes_noted(buffer, written))
             yield
+        if self.bindings:
+            written += [t for layer, mode in captured.layers if mode for t in _statistics(layer)]
         written += [t for t, version in self.versions if t._inplace_version() != version]
         self.changed = list({id(t): t for t in written}.values())
-        self.rebound = [
-            (now, name, before.get(name))
-            for now, before in self.bindings
-            for name, buffer in now.items()
-            if before.get(name) is not buffer
-        ]
         self.snapshots = {
             id(t): self.snapshots[id(t)] for t in self.changed if id(t) in self.snapshots
         }
-        self.versions, self.bindings = [], []
+        self.versions = []
+        self.rebound = [layer for layer in self.bindings if not layer.are_as_before()]
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
         """The replay: on what the first run found, and without a trace."""
         originals = [(t, alias(t)) for t in self.changed if t._is_initialized()]
-        bound = [(where, name, where.get(name)) for where, name, _ in self.rebound]
-        for tensor, original in originals:
-            tensor._set_impl(self.snapshots.get(id(tensor), original).clone())
-        for where, name, before in self.rebound:
-            _bind(where, name, before)
-        try:
-            yield
-        finally:
+        with contextlib.ExitStack() as stack:
+            for layer in self.bindings:
+                if layer in self.rebound or not layer.are_as_before():
+                    stack.enter_context(layer.restored())
             for tensor, original in originals:
-                tensor._set_impl(original)
-            for where, name, now in bound:
-                _bind(where, name, now)
-
-
-def _bind(where: dict[str, Any], name: str, buffer: Any) -> None:
-    if buffer is None:
-        where.pop(name, None)
-    else:
-        where[name] = buffer
+                stack.callback(tensor._set_impl, original)
+                tensor._set_impl(self.snapshots.get(id(tensor), original).clone())
+            yield
 
 
 def _may_be_written(tensor: Any, version: int) -> bool:

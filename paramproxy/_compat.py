@@ -63,6 +63,7 @@ __all__ = [
     "set_eval_frame",
     "tracer",
     "untraced",
+    "with_own_counter",
     "with_own_header",
 ]
 
@@ -159,6 +160,24 @@ def with_own_header(tensor: Any) -> Any:
     if not tensor.is_dense():
         return tensor
     return paddle._C_ops.reshape(tensor, tensor.shape)
+
+
+def with_own_counter(tensor: Any) -> Any:
+    """The same storage under a header and an in-place version counter of its own.
+
+    A PyLayer that returns its input counts as a write into it. For a tensor
+    that is strided or not dense the counter is shared.
+    """
+    if not (tensor.is_dense() and tensor._is_initialized() and tensor.is_contiguous()):
+        return with_own_header(tensor)
+    other = Tensor(tensor.dtype, tensor.shape, "", _DENSE, False)
+    tensor._share_buffer_to(other)
+    other.stop_gradient = tensor.stop_gradient
+    return other
+
+
+_KINDS = core.VarDesc.VarType
+_DENSE = _KINDS.DENSE_TENSOR if hasattr(_KINDS, "DENSE_TENSOR") else _KINDS.LOD_TENSOR
 
 
 def custom_state_manager() -> Any:

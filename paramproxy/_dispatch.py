@@ -36,6 +36,7 @@ from paramproxy._compat import (
     register_saved_tensors_hooks,
     reset_saved_tensors_hooks,
     saved_tensors_hooks,
+    untraced,
 )
 from paramproxy._saved import NONE, NOTHING, Kept, Packed, keep
 from paramproxy.exceptions import UnsupportedError
@@ -171,9 +172,10 @@ _dispatcher = _Dispatcher()
 atexit.register(_dispatcher.shut_down)
 
 
+@untraced
 def _pack(tensor: Any) -> Any:
     """The pack hook: the only one that Paddle knows."""
-    is_layers = sys._getframe(1).f_code is SAVE_FOR_BACKWARD
+    is_layers = sys._getframe(2).f_code is SAVE_FOR_BACKWARD  # past the wrapper
     if tensor is NONE:  # which a PyLayer may save
         return NOTHING
     if _local.frames:

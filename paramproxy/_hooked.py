@@ -21,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -56,7 +56,7 @@ from paramproxy._saved import (
 from paramproxy._settings import debug_mode, early_stop
 from paramproxy._stop import Stopper
 from paramproxy._tree import flatten
-from paramproxy.exceptions import ReplayMismatchError
+from paramproxy.exceptions import MutationError, ReplayMismatchError
 
 
 __all__ = ["is_plain_call", "is_served", "run"]
@@ -296,10 +296,10 @@ class Recording:
     def _replay(self, ticket: Ticket) -> None:
         region = self.region
         assert region is not None  # a ticket waits for it
-        second = SecondRun.of(self)
+        second = SecondRun.of(self, region.name)
         with fresh_stack():
-            region.rerun(self.kept, lambda: second.pushed(region))
-        second.refuse_mismatch(region)
+            region.rerun(self.kept, lambda: second.pushed())
+        second.refuse_mismatch()
 
     def __del__(self) -> None:
         if PACKED_VALUES_LEAK:
@@ -371,7 +371,8 @@ class SecondRun(Frame):
         last: The last index of them.
         count: How many tensors were saved.
         calls: How many calls were kept.
-        mismatch: What is not as it was in the first run.
+        name: How an error names the region.
+        error: What is not as it was in the first run.
         held: What stands for the tensors in the graph of the replay.
     """
 
@@ -380,23 +381,24 @@ class SecondRun(Frame):
     last: int
     count: int = 0
     calls: int = 0
-    mismatch: str = ""
+    name: str = ""
+    error: Exception | None = None
     stopper: Stopper = attrs.field(factory=Stopper)
     held: list[Kept] = attrs.field(factory=list)
     below: Frame | None = None
 
     @classmethod
-    def of(cls, recording: Recording) -> SecondRun:
+    def of(cls, recording: Recording, name: str) -> SecondRun:
         tickets = [reference() for reference in recording.tickets]
         wanted = {
             ticket.index: ticket
             for ticket in tickets
             if ticket is not None and ticket.value is None and id(ticket) in recording.waiting
         }
-        return cls(recording, wanted, max(wanted))
+        return cls(recording, wanted, max(wanted), name=name)
 
     @contextlib.contextmanager
-    def pushed(self, region: Region) -> Any:
+    def pushed(self) -> Iterator[None]:
         """The block in which the function is called."""
         try:
             with pushed(self, unpack), self.stopper.watching():
@@ -434,39 +436,52 @@ class SecondRun(Frame):
         if before != now:
             self._differ(index, f"it was {before.told(now)}", now.told(before))
             return
+        if now.was_written(before):
+            self._refuse_write(index, before, now)
+            return
         ticket = self.wanted.get(index)
         if ticket is not None:
             ticket.fill(recording.packed(tensor, item, is_layers), tensor)
         if index == self.last and (recording.stops_early or recording.is_open):
             self.stopper.is_stopped = True
 
+    def _refuse_write(self, index: int, before: Metadata, now: Metadata) -> None:
+        msg = (
+            f"Cannot replay {self.name}: saved tensor {index} ({now}), which it reads from "
+            f"outside, was changed in place after the first run (version {before.version}, now "
+            f"{now.version}), so its gradients would be wrong. Change it after backward, or read "
+            "a clone of it."
+        )
+        self._end(MutationError(msg))
+
     def _differ(self, index: int, before: str, now: str) -> None:
         lines = self.recording.lines
-        self.mismatch = (
-            f"saved tensor {index} (of {len(self.recording.metadata)}) is {now}, and in the first "
-            f"run {before}. {_CAUSES}"
+        msg = (
+            f"Cannot replay {self.name}: saved tensor {index} (of {len(self.recording.metadata)}) "
+            f"is {now}, and in the first run {before}. {_CAUSES}"
         )
         if lines is None:
-            self.mismatch += " debug=True shows the lines that save it."
+            msg += " debug=True shows the lines that save it."
         else:
             first = lines[index] if index < len(lines) else ["(nothing)"]
-            self.mismatch += "\n".join(
-                ["", "In the first run:", *first, "In the replay:", *user_lines()]
-            )
+            msg = "\n".join([msg, "In the first run:", *first, "In the replay:", *user_lines()])
+        self._end(ReplayMismatchError(msg))
+
+    def _end(self, error: Exception) -> None:
+        self.error = error
         self.stopper.is_stopped = True
 
-    def refuse_mismatch(self, region: Region) -> None:
+    def refuse_mismatch(self) -> None:
         """Afterwards: raise what was found."""
-        if not self.mismatch and not self.stopper.is_stopped:
-            count = len(self.recording.metadata)
-            if self.count < count:
-                self.mismatch = (
-                    f"it saved {self.count} tensors for backward, and {count} in its first run. "
-                    f"{_CAUSES}"
-                )
-        if self.mismatch:
-            msg = f"Cannot replay {region.name}: {self.mismatch}"
-            raise ReplayMismatchError(msg)
+        count = len(self.recording.metadata)
+        if self.error is None and self.count < count and not self.stopper.is_stopped:
+            msg = (
+                f"Cannot replay {self.name}: it saved {self.count} tensors for backward, and "
+                f"{count} in its first run. {_CAUSES}"
+            )
+            self.error = ReplayMismatchError(msg)
+        if self.error is not None:
+            raise self.error
 
     def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index = self.calls

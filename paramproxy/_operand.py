@@ -8,7 +8,8 @@ import attrs
 import paddle
 from paddle.autograd import PyLayer
 
-from paramproxy._compat import EagerParamBase, core, with_own_header
+from paramproxy._compat import EagerParamBase, core, with_own_counter, with_own_header
+from paramproxy._graph import layers_since, node_of
 from paramproxy._leaf import Handover, make_leaf, set_flag
 from paramproxy._tree import alias, copy_attributes
 
@@ -33,6 +34,7 @@ class Operand:
         place: Where to bring the kept copy back to; None if it was left there.
         is_state: Whether the function wrote it itself, as a layer writes its
             buffers.
+        node: What made it. 0 for a leaf.
     """
 
     where: str
@@ -43,6 +45,7 @@ class Operand:
     pointer: int | None
     place: Any = None
     is_state: bool = False
+    node: int = 0
 
     @classmethod
     def of(cls, tensor: Any, where: str) -> Operand:
@@ -54,6 +57,7 @@ class Operand:
             is_leaf=tensor.is_leaf,
             version=0 if pointer is None else tensor._inplace_version(),
             pointer=pointer,
+            node=0 if tensor.stop_gradient else node_of(tensor),
         )
 
     def keep(self, tensor: Any, offload: bool) -> Any:
@@ -88,7 +92,7 @@ class Operand:
         tensor.stop_gradient = self.stop_gradient
         if self.is_leaf or self.stop_gradient:
             return tensor
-        inner = with_own_header(tensor)
+        inner = with_own_header(with_own_counter(tensor))
         copy_attributes(tensor, inner)
         return inner
 
@@ -110,6 +114,17 @@ class Operand:
             return False
         return bool(tensor._inplace_version() != self.version)
 
+    def was_only_returned(self, tensor: Any) -> bool:
+        """Whether all that changed it were PyLayers that return their input.
+
+        Its version now is then the one to compare with.
+        """
+        version = tensor._inplace_version()
+        if self.node and layers_since(tensor, self.node) == version - self.version:
+            self.version = version
+            return True
+        return False
+
     def __str__(self) -> str:
         if self.parameter is None:
             return self.where
@@ -122,7 +137,7 @@ class _Relay(PyLayer):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, *tensors: Any) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
-        return tuple(with_own_header(tensor.detach()) for tensor in tensors)
+        return tuple(with_own_counter(tensor.detach()) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Any, ...]:

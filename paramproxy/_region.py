@@ -219,7 +219,7 @@ class Region:
     def _refuse_own_changes(self, tensors: list[Any]) -> None:
         """Refuse a function that overwrites what its replay has to start from."""
         for index, (operand, tensor) in enumerate(zip(self.operands, tensors)):
-            if not operand.was_changed(tensor):
+            if not operand.was_changed(tensor) or operand.was_only_returned(tensor):
                 continue
             if index >= len(self.call.places) and operand.stop_gradient:
                 operand.is_state = True

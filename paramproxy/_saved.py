@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 
-@attrs.frozen
+@attrs.define
 class Metadata:
     """What two runs of a function must agree on for each tensor that they save.
 
@@ -51,16 +51,34 @@ class Metadata:
         dtype: Its dtype.
         layout: Strides and offset. Paddle reads the storage of the second run
             with those of the first.
+        pointer: Its storage.
+        version: The storage's in-place version counter. On one storage it is
+            the same in both runs, unless something wrote there in between.
     """
 
     shape: tuple[int, ...]
     dtype: Any
     layout: Any
+    pointer: int = attrs.field(default=0, eq=False)
+    version: int = attrs.field(default=0, eq=False)
 
     @classmethod
     def of(cls, tensor: Any) -> Metadata:
-        layout = (tensor.strides, tensor.offset) if tensor.is_dense() else None
-        return cls(tuple(tensor.shape), tensor.dtype, layout)
+        if not tensor.is_dense():
+            return cls(tuple(tensor.shape), tensor.dtype, None)
+        return cls(
+            tuple(tensor.shape),
+            tensor.dtype,
+            (tensor.strides, tensor.offset),
+            tensor.data_ptr(),
+            tensor._inplace_version(),
+        )
+
+    def was_written(self, before: Metadata) -> bool:
+        """Whether this is the storage of `before`, written since."""
+        return (
+            bool(self.pointer) and self.pointer == before.pointer and self.version != before.version
+        )
 
     def __str__(self) -> str:
         return f"{list(self.shape)} {str(self.dtype).rpartition('.')[2]}"
