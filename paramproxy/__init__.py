@@ -16,6 +16,7 @@ from paramproxy._policy import (
     save_under,
 )
 from paramproxy._recompute import checkpoint, recompute
+from paramproxy._report import Report, ReportRow, report
 from paramproxy._settings import (
     is_recomputing,
     set_checkpoint_debug_enabled,
@@ -49,6 +50,8 @@ __all__ = [
     "Policy",
     "ReplayError",
     "ReplayMismatchError",
+    "Report",
+    "ReportRow",
     "RetainGraphWarning",
     "SavedTensor",
     "UnsupportedError",
@@ -60,6 +63,7 @@ __all__ = [
     "keep",
     "offload_over",
     "recompute",
+    "report",
     "save_everything",
     "save_nothing",
     "save_ops",

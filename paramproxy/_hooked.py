@@ -43,6 +43,7 @@ from paramproxy._keep import KeptCall
 from paramproxy._options import Options
 from paramproxy._policy import Decision, decision_of
 from paramproxy._region import Region
+from paramproxy._report import Meter
 from paramproxy._saved import (
     Kept,
     Metadata,
@@ -197,6 +198,7 @@ class Recording:
         """A ticket for a tensor that a kept call saves."""
         ticket = self._ticket(owner, -1, tensor, is_layers)
         ticket.fill(self.packed(tensor, item, is_layers), tensor)
+        self._measure(tensor)
         self.tickets.append(weakref.ref(ticket)) if PACKED_VALUES_LEAK else None
         return ticket
 
@@ -210,10 +212,16 @@ class Recording:
         decision = self._decision(tensor)
         if decision is Decision.SAVE:
             ticket.fill(self.packed(tensor, None, ticket.is_layers), tensor)
+            self._measure(tensor)
         elif decision is Decision.OFFLOAD:
             offloaded = Offloaded.of(keep(tensor, ticket.is_layers))
             if offloaded is not None:
                 ticket.fill(offloaded, tensor)
+
+    def _measure(self, tensor: Any) -> None:
+        """Tell the meter of a tensor that is kept."""
+        if self.region is not None and self.region.meter is not None:
+            self.region.meter.save(tensor)
 
     def _decision(self, tensor: Any) -> Decision:
         """The policy's answer. Its errors wait: an exception through Paddle loses its type."""
@@ -296,7 +304,7 @@ class Recording:
     def _replay(self, ticket: Ticket) -> None:
         region = self.region
         assert region is not None  # a ticket waits for it
-        second = SecondRun.of(self, region.name)
+        second = SecondRun.of(self, region)
         with fresh_stack():
             region.rerun(self.kept, lambda: second.pushed())
         second.refuse_mismatch()
@@ -372,6 +380,7 @@ class SecondRun(Frame):
         count: How many tensors were saved.
         calls: How many calls were kept.
         name: How an error names the region.
+        meter: What measures it.
         error: What is not as it was in the first run.
         held: What stands for the tensors in the graph of the replay.
     """
@@ -382,20 +391,21 @@ class SecondRun(Frame):
     count: int = 0
     calls: int = 0
     name: str = ""
+    meter: Meter | None = None
     error: Exception | None = None
     stopper: Stopper = attrs.field(factory=Stopper)
     held: list[Kept] = attrs.field(factory=list)
     below: Frame | None = None
 
     @classmethod
-    def of(cls, recording: Recording, name: str) -> SecondRun:
+    def of(cls, recording: Recording, region: Region) -> SecondRun:
         tickets = [reference() for reference in recording.tickets]
         wanted = {
             ticket.index: ticket
             for ticket in tickets
             if ticket is not None and ticket.value is None and id(ticket) in recording.waiting
         }
-        return cls(recording, wanted, max(wanted), name=name)
+        return cls(recording, wanted, max(wanted), name=region.name, meter=region.meter)
 
     @contextlib.contextmanager
     def pushed(self) -> Iterator[None]:
@@ -442,6 +452,8 @@ class SecondRun(Frame):
         ticket = self.wanted.get(index)
         if ticket is not None:
             ticket.fill(recording.packed(tensor, item, is_layers), tensor)
+            if self.meter is not None:
+                self.meter.see(tensor)
         if index == self.last and (recording.stops_early or recording.is_open):
             self.stopper.is_stopped = True
 

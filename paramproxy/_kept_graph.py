@@ -15,11 +15,12 @@ from paddle.autograd import PyLayer
 from paramproxy._ambient import grad_mode
 from paramproxy._call import Result
 from paramproxy._compat import Tensor, with_own_header
-from paramproxy._dispatch import Frame, pass_through, pushed
+from paramproxy._dispatch import Frame, pass_through, pushed, unpack
 from paramproxy._leaf import Handover
 from paramproxy._operand import as_intermediates
 from paramproxy._options import Options
 from paramproxy._region import Region, Replay, is_differentiable
+from paramproxy._report import Meter
 from paramproxy._tree import unflatten
 from paramproxy.exceptions import ReplayMismatchError
 
@@ -38,7 +39,12 @@ class KeptGraph:
 
     @classmethod
     def of(
-        cls, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], constants: set[int]
+        cls,
+        function: Any,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        constants: set[int],
+        meter: Meter | None,
     ) -> KeptGraph:
         """Run the call, recording.
 
@@ -51,7 +57,8 @@ class KeptGraph:
                 operand.stop_gradient = not is_differentiable(tensor)
         handover = Handover()
         standins = [o.standin(o.keep(t, False), handover) for o, t in zip(region.operands, tensors)]
-        with grad_mode(True), pushed(_Inside()):
+        hook = None if meter is None else unpack
+        with grad_mode(True), pushed(_Inside(meter=meter), hook):
             value = region.call_now(as_intermediates(region.operands, standins))
         region.call.release()
         pairs = list(zip(region.operands, standins))
@@ -143,6 +150,13 @@ class _Transparent(Frame):
 class _Inside(_Transparent):
     """The frame of a kept call."""
 
+    meter: Meter | None = None
+
+    def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
+        if self.meter is not None:
+            self.meter.save(tensor)
+        return super().take(tensor, item, is_layers)
+
     def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)
 
@@ -158,12 +172,13 @@ class FirstRun(_Transparent):
 
     graphs: list[KeptGraph] = attrs.field(factory=list)
     constants: set[int] = attrs.field(factory=set)
+    meter: Meter | None = None
 
     def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(self.below, SecondRun):
             graph = self.below.next_graph(function)
         else:
-            graph = KeptGraph.of(function, args, kwargs, self.constants)
+            graph = KeptGraph.of(function, args, kwargs, self.constants, self.meter)
         self.graphs.append(graph)
         return graph.value()
 
@@ -173,7 +188,13 @@ class SecondRun(_Transparent):
     """The frame of a replay, which ties them in."""
 
     graphs: list[KeptGraph] = attrs.field(factory=list)
+    meter: Meter | None = None
     calls: int = 0
+
+    def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
+        if self.meter is not None:
+            self.meter.see(tensor)
+        return super().take(tensor, item, is_layers)
 
     def next_graph(self, function: Any) -> KeptGraph:
         index = self.calls

@@ -24,7 +24,7 @@ from paramproxy._ambient import streams_kept
 from paramproxy._call import Result
 from paramproxy._caller import backward_frame, is_paddles
 from paramproxy._compat import EagerParamBase, Tensor, is_made_by_no_op, with_own_header
-from paramproxy._dispatch import fresh_stack, pushed
+from paramproxy._dispatch import fresh_stack, pushed, unpack
 from paramproxy._kept_graph import FirstRun, SecondRun
 from paramproxy._region import Region, Replay, is_differentiable
 from paramproxy._tree import copy_attributes, unflatten
@@ -40,7 +40,8 @@ def run(region: Region, tensors: list[Any], offload: set[int]) -> Any:
     kept = region.keep(tensors, offload)
     inputs = [tensor for tensor in tensors if not tensor.stop_gradient]
     constants = {id(tensor) for tensor in tensors if tensor.stop_gradient}
-    with pushed(FirstRun(graphs=region.kept_calls, constants=constants)):
+    first = FirstRun(graphs=region.kept_calls, constants=constants, meter=region.meter)
+    with pushed(first):
         value = region.first_run(tensors, record=region.captured.has_static)
     result = Result.of(value)
     region.record(result, tensors)
@@ -122,7 +123,9 @@ def _run_again(region: Region, kept: list[Any], output_grads: dict[int, Any]) ->
 
 
 def _replay(region: Region, kept: list[Any]) -> Replay:
-    with fresh_stack(), pushed(SecondRun(graphs=region.kept_calls)):
+    second = SecondRun(graphs=region.kept_calls, meter=region.meter)
+    hook = None if region.meter is None else unpack
+    with fresh_stack(), pushed(second, hook):
         return region.replay(kept)
 
 

@@ -33,6 +33,7 @@ from paramproxy._leaf import Handover, leaf_gradient
 from paramproxy._operand import Operand, as_intermediates, as_roots
 from paramproxy._options import Options
 from paramproxy._rebind import Rebinder
+from paramproxy._report import Meter, meter
 from paramproxy._settings import recomputing
 from paramproxy._tree import alias, hidden_tensors
 from paramproxy.exceptions import (
@@ -91,6 +92,7 @@ class Region:
         buffers: What it changed of the buffers that the function reads.
         metadata: That of the first run's result.
         kept_calls: What the calls of `keep` in it gave.
+        meter: What measures it, while somebody asks for a report.
     """
 
     function: Any
@@ -104,6 +106,7 @@ class Region:
     buffers: Buffers
     metadata: Metadata = attrs.field(factory=list)
     kept_calls: list[Any] = attrs.field(factory=list)
+    meter: Meter | None = None
 
     @property
     def name(self) -> str:
@@ -142,6 +145,7 @@ class Region:
                 options.preserve_rng_state, options.preserve_external_rng_state
             ),
             buffers=Buffers.of(captured) if options.preserve_buffers else Buffers.none(),
+            meter=meter(lambda: function_name(function)),
         )
         region._refuse_iterators()
         return region, tensors
@@ -153,15 +157,22 @@ class Region:
 
     def keep(self, tensors: list[Any], offload: set[int]) -> list[Any]:
         """What to save of the operands until the replay; nothing of a parameter."""
-        return [
+        kept = [
             operand.keep(tensor, index in offload)
             for index, (operand, tensor) in enumerate(zip(self.operands, tensors))
             if operand.parameter is None
         ]
+        if self.meter is not None:
+            passed = [o.parameter for o in self.operands if o.parameter is not None]
+            self.meter.leave_out([*passed, *self.captured.parameters, *self.captured.frozen])
+            for tensor in kept:
+                self.meter.keep(tensor)
+        return kept
 
     def first_run(self, tensors: list[Any], *, record: bool) -> Any:
         """Call the function on the caller's own objects."""
-        with grad_mode(record), self.buffers.watched(self.captured):
+        timed = contextlib.nullcontext() if self.meter is None else self.meter.first_run()
+        with grad_mode(record), self.buffers.watched(self.captured), timed:
             value = self.function(*self.call.args, **self.call.kwargs)
         self.ambient = self.ambient.without_untouched()
         self._refuse_own_changes(tensors)
@@ -301,8 +312,10 @@ class Region:
         watching: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
     ) -> Any:
         """What the function returns for these operands; None if `watching` stopped it."""
+        once = hooks_registered_once([*given, *self.captured.parameters])
+        timed = contextlib.nullcontext() if self.meter is None else self.meter.replay()
         try:
-            with hooks_registered_once([*given, *self.captured.parameters]), watching():
+            with once, timed, watching():
                 return self.call_now(given)
         except Exception as exc:
             raise ReplayError(self._replay_error(exc)) from exc
