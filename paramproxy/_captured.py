@@ -132,6 +132,10 @@ class Captured:
                 name = where if key is None else f"{where}[{key!r}]"
                 self.fixed.append(Fixed(name, tensor, is_read))
 
+    def add_hidden(self, tensor: Any, where: str) -> None:
+        """Note a tensor inside of an argument that is no container."""
+        self._add_fixed(tensor, where, is_read=False)
+
     def _add_layer(self, layer: Any, names: Set[str] | None = None) -> None:
         """A layer's weights and the tensors it keeps; only those under `names`, if given."""
         self.layers.append((layer, layer.training))

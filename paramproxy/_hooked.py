@@ -422,7 +422,7 @@ class SecondRun(Frame):
     def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
         index = self.count
         self.count += 1
-        held = self._hold(tensor, is_layers)
+        held = self._hold(tensor, is_layers) if item is None else item
         if not self.stopper.is_stopped:
             self._look(index, tensor, item, is_layers)
         if self.stopper.is_stopped:

@@ -91,6 +91,8 @@ class Region:
         ambient: The state of the first run.
         buffers: What it changed of the buffers that the function reads.
         metadata: That of the first run's result.
+        hidden: Tensors inside of arguments that are no containers, each with
+            the position of the argument.
         kept_calls: What the calls of `keep` in it gave.
         meter: What measures it, while somebody asks for a report.
     """
@@ -105,6 +107,7 @@ class Region:
     ambient: Ambient
     buffers: Buffers
     metadata: Metadata = attrs.field(factory=list)
+    hidden: list[tuple[int, Any]] = attrs.field(factory=list)
     kept_calls: list[Any] = attrs.field(factory=list)
     meter: Meter | None = None
 
@@ -126,6 +129,9 @@ class Region:
         """Take down a call before its first run, and the tensors of its operands."""
         call = Call.of(args, kwargs)
         captured = Captured.by(function, call.leaves)
+        hidden = [(i, t) for i, leaf in enumerate(call.leaves) for t in hidden_tensors(leaf)]
+        for position, tensor in hidden:
+            captured.add_hidden(tensor, f"a tensor in {call.name_at(position)}")
         tensors = list(call.tensors)
         operands = [Operand.of(tensor, "") for tensor in tensors]
         indices = {id(tensor): index for index, tensor in enumerate(tensors)}
@@ -145,6 +151,7 @@ class Region:
                 options.preserve_rng_state, options.preserve_external_rng_state
             ),
             buffers=Buffers.of(captured) if options.preserve_buffers else Buffers.none(),
+            hidden=hidden,
             meter=meter(lambda: function_name(function)),
         )
         region._refuse_iterators()
@@ -177,6 +184,7 @@ class Region:
         self.ambient = self.ambient.without_untouched()
         self._refuse_own_changes(tensors)
         self.call.release()
+        self.hidden = []
         return value
 
     def record(self, result: Result, tensors: list[Any]) -> None:
@@ -214,14 +222,14 @@ class Region:
 
     def refuse_hidden(self) -> None:
         """Refuse an argument out of which a PyLayer could not take a tensor."""
-        for position, leaf in enumerate(self.call.leaves):
-            for tensor in hidden_tensors(leaf):
-                if not tensor.stop_gradient and not tensor.is_leaf:
-                    self._refuse_argument(
-                        position,
-                        f"is a {type(leaf).__name__} that holds a tensor which needs a gradient. "
-                        "Pass the tensor itself, or register the class with optree",
-                    )
+        for position, tensor in self.hidden:
+            if not (tensor.stop_gradient or tensor.is_leaf):
+                kind = type(self.call.leaves[position]).__name__
+                self._refuse_argument(
+                    position,
+                    f"is a {kind} that holds a tensor which needs a gradient. Pass the tensor "
+                    "itself, or register the class with optree",
+                )
 
     def _refuse_argument(self, position: int, why: str) -> None:
         msg = f"Cannot recompute {self.name}: {self.call.name_at(position)} {why}."
@@ -230,7 +238,7 @@ class Region:
     def _refuse_own_changes(self, tensors: list[Any]) -> None:
         """Refuse a function that overwrites what its replay has to start from."""
         for index, (operand, tensor) in enumerate(zip(self.operands, tensors)):
-            if not operand.was_changed(tensor) or operand.was_only_returned(tensor):
+            if not operand.was_changed(tensor):
                 continue
             if index >= len(self.call.places) and operand.stop_gradient:
                 operand.is_state = True
@@ -246,7 +254,8 @@ class Region:
         msg = (
             f"Cannot recompute {self.name}: it changes {self.name_operand(operand)} in place, so a "
             "replay would start from the changed value. Change a clone of it in the function, or "
-            "change it outside."
+            "change it outside. (A PyLayer that returns its input counts as such a change: let it "
+            "call ctx.mark_not_inplace, or pass it a clone.)"
         )
         raise MutationError(msg)
 

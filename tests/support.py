@@ -56,14 +56,15 @@ hooked = functools.partial(recompute, use_reentrant=False)
 MODES = [pytest.param(recompute, id="reentrant"), pytest.param(hooked, id="hooks")]
 
 
-def same(scenario, literal=None, run=recompute):
-    """Assert that `scenario(run)` gives with recompute what it gives without."""
+def same(scenario, literal=None, runs=(recompute, hooked)):
+    """Assert that `scenario(run)` gives in both modes what it gives without recompute."""
     seed()
     expected = scenario(plain)
     if literal is not None:
         assert expected == literal
-    seed()
-    assert scenario(run) == expected
+    for run in runs:
+        seed()
+        assert scenario(run) == expected
     return expected
 
 
