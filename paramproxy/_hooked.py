@@ -46,6 +46,7 @@ from paramproxy._region import Region
 from paramproxy._report import Meter
 from paramproxy._saved import (
     Kept,
+    Loan,
     Metadata,
     Offloaded,
     Twin,
@@ -382,7 +383,7 @@ class SecondRun(Frame):
         name: How an error names the region.
         meter: What measures it.
         error: What is not as it was in the first run.
-        held: What stands for the tensors in the graph of the replay.
+        loans: What Paddle would never free of the replay's graph.
     """
 
     recording: Recording
@@ -394,7 +395,7 @@ class SecondRun(Frame):
     meter: Meter | None = None
     error: Exception | None = None
     stopper: Stopper = attrs.field(factory=Stopper)
-    held: list[Kept] = attrs.field(factory=list)
+    loans: list[Loan] = attrs.field(factory=list)
     below: Frame | None = None
 
     @classmethod
@@ -415,26 +416,27 @@ class SecondRun(Frame):
                 yield
         finally:
             self.wanted = {}
-            if PACKED_VALUES_LEAK:
-                for kept in self.held:
-                    kept.tensor = None
+            for loan in self.loans:
+                loan.item = None
 
     def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
         index = self.count
         self.count += 1
-        held = self._hold(tensor, is_layers) if item is None else item
+        held = self._hold(tensor, item, is_layers)
         if not self.stopper.is_stopped:
             self._look(index, tensor, item, is_layers)
         if self.stopper.is_stopped:
             self.stopper.stop(tensor, is_layers)
         return held
 
-    def _hold(self, tensor: Any, is_layers: bool) -> Kept:
+    def _hold(self, tensor: Any, item: Any, is_layers: bool) -> Any:
         """For a backward inside the function itself."""
-        held = Kept(keep(tensor, is_layers), tensor._inplace_version(), is_layers)
+        if item is None:
+            item = Kept(keep(tensor, is_layers), tensor._inplace_version(), is_layers)
         if PACKED_VALUES_LEAK:
-            self.held.append(held)
-        return held
+            item = Loan(item)
+            self.loans.append(item)
+        return item
 
     def _look(self, index: int, tensor: Any, item: Any, is_layers: bool) -> None:
         recording = self.recording

@@ -100,7 +100,7 @@ class _Reentrant(PyLayer):  # type: ignore[misc]
         region, ctx.region = ctx.region, None
         kept = list(ctx.saved_tensor())
         # Where a backward raises, Paddle never frees its context.
-        ctx.container = None
+        ctx.container = ()
         _look_at_caller(region)
         if all(grad is None for grad in output_grads):
             gradients = region.no_gradients(kept)

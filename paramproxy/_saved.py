@@ -31,6 +31,7 @@ __all__ = [
     "NONE",
     "NOTHING",
     "Kept",
+    "Loan",
     "Metadata",
     "Offloaded",
     "Packed",
@@ -90,7 +91,7 @@ class Metadata:
         return f"{self} with strides and offset {self.layout}"
 
 
-@attrs.define(eq=False)
+@attrs.frozen(eq=False)
 class Kept:
     """A saved tensor that is simply kept, as it would be without hooks.
 
@@ -107,6 +108,16 @@ class Kept:
     def unpack(self) -> Any:
         refuse_change(self.tensor, self.version)
         return handed_over(self.tensor, self.is_layers)
+
+
+@attrs.define(eq=False)
+class Loan:
+    """What was packed, in a box that is emptied when it is not needed any more."""
+
+    item: Any
+
+    def unpack(self) -> Any:
+        return self.item.unpack()
 
 
 @attrs.frozen(eq=False)

@@ -1,0 +1,202 @@
+"""What a hook region holds is let go as soon as nobody can ask for it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import numpy as np
+import paddle
+import pytest
+from support import FusedLinear, allocated, hooked, param, plain, tensor
+
+import paramproxy
+from paramproxy import keep, recompute
+
+
+SIZE = 2**14
+BYTES = 4 * SIZE
+
+
+class Token:
+    """Dies with the function that holds it."""
+
+
+def region_of(token, w):
+    def region(a):
+        assert token
+        return paddle.exp(paddle.tanh(a * w))
+
+    return region
+
+
+@pytest.mark.parametrize("ending", ["backward", "dropped", "kept graph", "grad", "one output"])
+def test_the_function_and_its_inputs_go(ending):
+    gc.collect()
+    gc.disable()
+    try:
+        token, w = Token(), param(np.ones(4))
+        dead = weakref.ref(token)
+        y = hooked(region_of(token, w), tensor(np.ones(4)) * 1.0).sum()
+        del token
+        assert dead() is not None
+        if ending == "backward":
+            y.backward()  # and the loss is held
+        elif ending == "kept graph":
+            y.backward(retain_graph=True)
+            assert dead() is not None
+            y.backward()
+        elif ending == "grad":
+            paddle.grad(y, [w])
+            assert dead() is not None  # the graph can be used again
+            del y
+        else:
+            del y
+        assert dead() is None
+    finally:
+        gc.enable()
+
+
+def chain(run, x, blocks=4):
+    for _ in range(blocks):
+        x = run(lambda a: paddle.tanh(paddle.exp(paddle.tanh(paddle.exp(a * 0.1)))), x)
+    return x
+
+
+def test_after_forward_only_the_inputs_are_kept():
+    x = tensor(np.zeros(SIZE))
+
+    def held(run):
+        gc.collect()
+        before = allocated()
+        y = chain(run, x * 1.0)
+        gc.collect()
+        return (allocated() - before) / BYTES, y
+
+    held(hooked)
+    assert held(plain)[0] == pytest.approx(16, abs=0.1)
+    assert held(hooked)[0] == pytest.approx(5, abs=0.1)
+
+
+def test_after_backward_only_the_result_is_kept():
+    x = tensor(np.zeros(SIZE))
+    y = chain(hooked, x * 1.0)
+    y.sum().backward()
+    gc.collect()
+    before = allocated()
+    x.clear_gradient(False)
+    z = chain(hooked, x * 1.0)
+    z.sum().backward()
+    gc.collect()
+    assert (allocated() - before) / BYTES == pytest.approx(1, abs=0.1)
+    assert y is not z
+
+
+def test_a_half_used_graph_keeps_no_more_than_without():
+    x = tensor(np.zeros(SIZE))
+
+    def held(run):
+        gc.collect()
+        before = allocated()
+        one, other = run(lambda a: (paddle.exp(a), paddle.tanh(a)), x * 1.0)
+        one.sum().backward(retain_graph=True)
+        x.clear_gradient(False)
+        gc.collect()
+        assert other is not None
+        return (allocated() - before) / BYTES
+
+    held(hooked)
+    assert held(hooked) <= held(plain) + 4.1
+
+
+def fails_the_second_time():
+    calls = []
+
+    def region(a):
+        calls.append(1)
+        b = paddle.tanh(a)
+        if len(calls) == 2:
+            raise ValueError
+        return paddle.exp(b)
+
+    return region
+
+
+def differs_the_second_time():
+    calls = []
+
+    def region(a):
+        calls.append(1)
+        return paddle.exp(paddle.tanh(a) if len(calls) == 1 else paddle.tanh(a[:4]))
+
+    return region
+
+
+def backward_that_fails(y):
+    with pytest.raises(OSError, match="Replay"):
+        y.sum().backward()
+
+
+STEPS = {
+    "step": lambda x, w: hooked(lambda a: paddle.tanh(paddle.exp(a) * w), x).sum().backward(),
+    "layer": lambda x, w: (
+        hooked(
+            lambda a: FusedLinear.apply(paddle.exp(a).reshape([128, 128]), w.reshape([128, 128])), x
+        )
+        .sum()
+        .backward()
+    ),
+    "dropped": lambda x, w: hooked(lambda a: paddle.tanh(paddle.exp(a) * w), x),
+    "grad": lambda x, w: paddle.grad(hooked(lambda a: paddle.exp(a) * w, x).sum(), [w]),
+    "create graph": lambda x, w: paddle.grad(
+        hooked(lambda a: a * a * w, x).sum(), [w], create_graph=True
+    ),
+    "one of two": lambda x, w: (
+        hooked(lambda a: (paddle.exp(a), paddle.tanh(a)), x)[0].sum().backward()
+    ),
+    "failing replay": lambda x, w: backward_that_fails(hooked(fails_the_second_time(), x)),
+    "other replay": lambda x, w: backward_that_fails(hooked(differs_the_second_time(), x)),
+    "saved": lambda x, w: (
+        hooked(lambda a: paddle.tanh(paddle.exp(a) * w), x, policy=paramproxy.save_everything)
+        .sum()
+        .backward()
+    ),
+    "saved and dropped": lambda x, w: hooked(
+        lambda a: paddle.tanh(paddle.exp(a) * w), x, policy=paramproxy.save_everything
+    ),
+    "kept": lambda x, w: hooked(lambda a: paddle.exp(keep(paddle.tanh, a)) * w, x).sum().backward(),
+    "kept and dropped": lambda x, w: hooked(lambda a: paddle.exp(keep(paddle.tanh, a)) * w, x),
+    "kept, reentrant": lambda x, w: (
+        recompute(lambda a: paddle.exp(keep(paddle.tanh, a)) * w, x).sum().backward()
+    ),
+    "kept and dropped, reentrant": lambda x, w: recompute(
+        lambda a: paddle.exp(keep(paddle.tanh, a)) * w, x
+    ),
+    "nested": lambda x, w: (
+        hooked(lambda a: hooked(lambda b: paddle.tanh(hooked(paddle.exp, b) * w), paddle.exp(a)), x)
+        .sum()
+        .backward()
+    ),
+    "nested and dropped": lambda x, w: hooked(
+        lambda a: hooked(lambda b: paddle.tanh(paddle.exp(b) * w), paddle.exp(a)), x
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(STEPS))
+def test_no_step_leaves_a_byte_behind(name):
+    x, w = tensor(np.zeros((128, 128))), param(np.zeros((128, 128)))
+
+    def step():
+        STEPS[name](x * 1.0, w)
+        x.clear_gradient(False)
+        w.clear_gradient(False)
+
+    for _ in range(3):
+        step()
+    gc.collect()
+    before = allocated()
+    for _ in range(10):
+        step()
+    gc.collect()
+    assert allocated() == before
