@@ -61,19 +61,25 @@ class RandomState:
         """The same streams as they are now."""
         return RandomState.capture(numpy=self.numpy is not None, python=self.python is not None)
 
+    def moved_on(self) -> RandomState:
+        """The same streams as they are now, without those that nobody drew from since."""
+        return attrs.evolve(self.capture_again(), **self._untouched())
+
+    def _untouched(self) -> dict[str, None]:
+        untouched: dict[str, None] = {}
+        if self.numpy is not None and _same(self.numpy, np.random.get_state(legacy=False)):
+            untouched["numpy"] = None
+        if self.python is not None and self.python == random.getstate():
+            untouched["python"] = None
+        return untouched
+
     def without_untouched(self) -> RandomState:
         """Leave out numpy's and Python's stream if nothing was drawn from it since.
 
         Layers draw from Paddle's, and setting the other two takes longer than
         all the rest of a replay of a small function.
         """
-        if self.numpy is None and self.python is None:
-            return self
-        return attrs.evolve(
-            self,
-            numpy=None if _same(self.numpy, np.random.get_state(legacy=False)) else self.numpy,
-            python=None if self.python == random.getstate() else self.python,
-        )
+        return attrs.evolve(self, **self._untouched())
 
     def restore(self) -> None:
         """Put every stream back, the rest of them also when one refuses."""

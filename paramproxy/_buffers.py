@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import attrs
+import paddle
 
 from paramproxy._captured import Captured
 from paramproxy._compat import BATCH_NORMS, TENSORS_HAVE_ATTRIBUTES, EagerParamBase
@@ -145,12 +146,19 @@ class Buffers:
         if self.bindings:
             written += [t for layer, mode in captured.layers if mode for t in _statistics(layer)]
         written += [t for t, version in self.versions if t._inplace_version() != version]
+        if not TENSORS_HAVE_ATTRIBUTES:
+            written += [t for t, _ in self.versions if self._differs(t)]
         self.changed = list({id(t): t for t in written}.values())
         self.snapshots = {
             id(t): self.snapshots[id(t)] for t in self.changed if id(t) in self.snapshots
         }
         self.versions = []
         self.rebound = [layer for layer in self.bindings if not layer.are_as_before()]
+
+    def _differs(self, tensor: Any) -> bool:
+        """Whether a tensor whose writes cannot be noted was written in silence."""
+        snapshot = self.snapshots.get(id(tensor))
+        return snapshot is not None and not bool(paddle.equal_all(tensor, snapshot))
 
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:

@@ -114,7 +114,7 @@ class _Dispatcher:
             before = self.registered or unpack
             if self.users and self.thread != threading.get_ident():
                 self.is_shared = True
-            if not self.is_shared:
+            if not self.is_shared or self.registered is None:
                 if self.registered is not None or self.native is not None:
                     reset_saved_tensors_hooks()
                 self._register(hook)
@@ -135,10 +135,13 @@ class _Dispatcher:
             elif self.native is not None:
                 _register(self.native.pack_hook, self.native.unpack_hook)
 
-    def leave_if_alone(self) -> None:
-        """Unregister what was left on because of threads that have ended since."""
+    def see_other_thread(self) -> None:
+        """A thread without a frame saves a tensor. Unless it is the last one, that goes on."""
         with self.lock:
-            if self.registered and not self.users and threading.active_count() == 1:
+            if self.registered is None:
+                return  # it was on its way here when the pair was taken off
+            self.is_shared = True
+            if not self.users and threading.active_count() == 1:
                 self.users = 1
                 self.leave(unpack)
 
@@ -180,8 +183,7 @@ def _pack(tensor: Any) -> Any:
         return NOTHING
     if _local.frames:
         return _local.frames[-1].take(tensor, None, is_layers)
-    _dispatcher.is_shared = True
-    _dispatcher.leave_if_alone()
+    _dispatcher.see_other_thread()
     return pass_through(tensor, is_layers)
 
 

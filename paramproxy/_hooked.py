@@ -26,7 +26,7 @@ from typing import Any
 
 import attrs
 
-from paramproxy._ambient import GradMode
+from paramproxy._ambient import GradMode, RandomState
 from paramproxy._caller import keeps_graph
 from paramproxy._compat import PACKED_VALUES_LEAK, Tensor
 from paramproxy._dispatch import (
@@ -261,6 +261,13 @@ class Recording:
                 if not (leaf.stop_gradient or leaf.is_leaf):
                     leaf._register_grad_hook(self.mode.note)
 
+    @property
+    def streams(self) -> RandomState | None:
+        """The random streams that the region restores, as they are now."""
+        if self.region is None or self.region.ambient.random is None:
+            return None
+        return self.region.ambient.random.capture_again()
+
     # Backward
 
     def unpack(self, packed: Any) -> Any:
@@ -346,12 +353,14 @@ class FirstRun(Frame):
         return ticket if self.outer is None else self.outer.take(tensor, ticket, is_layers)
 
     def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        streams = self.recording.streams
         if self.below is not None and not isinstance(self.below, Once):
             value = self.below.keep(function, args, kwargs)
         else:
             with pushed(Once(self.recording, self.owner)):
                 value = function(*args, **kwargs)
-        self.recording.calls.append(KeptCall.of(value))
+        random = None if streams is None else streams.moved_on()
+        self.recording.calls.append(KeptCall.of(value, random))
         return value
 
 

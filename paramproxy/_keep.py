@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import attrs
 
+from paramproxy._ambient import RandomState
 from paramproxy._compat import EagerParamBase, Tensor
 from paramproxy._dispatch import region_frame
 from paramproxy._saved import refuse_change
@@ -73,26 +74,30 @@ class KeptCall:
         leaves: The flat result, with an alias of each tensor.
         versions: The in-place version counter of each tensor, by position.
         spec: Its shape.
+        random: The random streams after the call, which a replay skips.
     """
 
     leaves: list[Any]
     versions: dict[int, int]
     spec: Any
+    random: RandomState | None
 
     @classmethod
-    def of(cls, value: Any) -> KeptCall:
+    def of(cls, value: Any, random: RandomState | None) -> KeptCall:
         leaves, spec = flatten(value)
         versions = {
             position: leaf._inplace_version()
             for position, leaf in enumerate(leaves)
             if isinstance(leaf, Tensor) and leaf._is_initialized()
         }
-        return cls([_alias(leaf) for leaf in leaves], versions, spec)
+        return cls([_alias(leaf) for leaf in leaves], versions, spec, random)
 
     def again(self) -> Any:
         """The result, for a replay."""
         for position, version in self.versions.items():
             refuse_change(self.leaves[position], version)
+        if self.random is not None:
+            self.random.restore()
         return unflatten(self.spec, [_alias(leaf) for leaf in self.leaves])
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 from typing import Any
 
 import attrs
+import paddle
 from paddle.autograd import PyLayer
 
-from paramproxy._ambient import grad_mode
+from paramproxy._ambient import RandomState, grad_mode
 from paramproxy._call import Result
 from paramproxy._compat import Tensor, with_own_header
 from paramproxy._dispatch import Frame, pass_through, pushed, unpack
-from paramproxy._leaf import Handover
+from paramproxy._leaf import Handover, leaf_gradient
 from paramproxy._operand import as_intermediates
 from paramproxy._options import Options
 from paramproxy._region import Region, Replay, is_differentiable
@@ -32,10 +33,19 @@ _ONLY_THE_CALL = Options(preserve_rng_state=False, preserve_buffers=False)
 
 @attrs.define(eq=False)
 class KeptGraph:
-    """One kept call: its operands and its result, with the graph between them."""
+    """One kept call: its operands and its result, with the graph between them.
+
+    Attributes:
+        region: The call.
+        replay: Its one run.
+        shapes: Shape and dtype of each operand that is no parameter.
+        random: The random streams after the call, which a replay skips.
+    """
 
     region: Region
     replay: Replay
+    shapes: list[tuple[Any, Any] | None]
+    random: RandomState | None
 
     @classmethod
     def of(
@@ -45,6 +55,7 @@ class KeptGraph:
         kwargs: dict[str, Any],
         constants: set[int],
         meter: Meter | None,
+        random: RandomState | None,
     ) -> KeptGraph:
         """Run the call, recording.
 
@@ -55,14 +66,24 @@ class KeptGraph:
         for operand, tensor in zip(region.operands, tensors):
             if operand.parameter is None and id(tensor) not in constants:
                 operand.stop_gradient = not is_differentiable(tensor)
+                operand.is_leaf = operand.stop_gradient
+        streams = None if random is None else random.capture_again()
         handover = Handover()
         standins = [o.standin(o.keep(t, False), handover) for o, t in zip(region.operands, tensors)]
         hook = None if meter is None else unpack
         with grad_mode(True), pushed(_Inside(meter=meter), hook):
-            value = region.call_now(as_intermediates(region.operands, standins))
+            given = as_intermediates(region.operands, standins)
+            value = region.call_now(given)
+        random = None if streams is None else streams.moved_on()
         region.call.release()
+        shapes: list[tuple[Any, Any] | None] = []
+        for operand, standin in zip(region.operands, standins):
+            shapes.append(None if operand.parameter is not None else (standin.shape, standin.dtype))
+        for standin, inner in zip(standins, given):
+            if inner is not standin:
+                standin._clear_dataptr()  # the graph holds what it needs of the other one
         pairs = list(zip(region.operands, standins))
-        return cls(region, Replay(Result.of(value), pairs, handover))
+        return cls(region, Replay(Result.of(value), pairs, handover), shapes, random)
 
     def value(self, outputs: dict[int, Any] | None = None) -> Any:
         """The result: these outputs, detached tensors in the other places."""
@@ -82,6 +103,19 @@ class KeptGraph:
             if isinstance(leaf, Tensor) and not leaf.stop_gradient
         ]
 
+    def gradients(self) -> list[Any]:
+        """Hand over the gradient of each differentiable operand."""
+        gradients = []
+        for (operand, standin), shape in zip(self.replay.operands, self.shapes):
+            if operand.stop_gradient:
+                continue
+            gradient = leaf_gradient(standin)
+            if gradient is None and shape is not None and not operand.is_leaf:
+                gradient = paddle.zeros(*shape)
+            gradients.append(gradient)
+        self.replay.handover.done = True
+        return gradients
+
     def tied(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result, in the graph of these arguments."""
         again, tensors = Region.open(function, args, kwargs, _ONLY_THE_CALL)
@@ -96,6 +130,8 @@ class KeptGraph:
             if not operand.stop_gradient:
                 operand.is_leaf = tensor.is_leaf
                 inputs.append(tensor)
+        if self.random is not None:
+            self.random.restore()
         positions = self.differentiable
         if not positions or all(tensor.stop_gradient for tensor in inputs):
             return self.value()
@@ -129,16 +165,13 @@ class _KeptCall(PyLayer):  # type: ignore[misc]
         ]
         if pairs:
             replay.run_backward(pairs)
-        gradients = replay.gradients()
+        gradients = ctx.box.graph.gradients()
         return tuple(None if flag else grad for flag, grad in zip(ctx.flags, gradients))
 
 
 @attrs.define(eq=False)
 class _Transparent(Frame):
     """A frame that only wants to be found: what is saved goes to the one beneath."""
-
-    under: Frame | None = None
-    below: Frame | None = None
 
     def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
         if self.under is None:
@@ -166,20 +199,26 @@ class FirstRun(_Transparent):
     """The frame of a first run, which makes graphs.
 
     Attributes:
-        graphs: One for each kept call.
+        region: The region, whose kept calls are these graphs.
         constants: The tensors that are known to need no gradient, by id.
     """
 
-    graphs: list[KeptGraph] = attrs.field(factory=list)
-    constants: set[int] = attrs.field(factory=set)
-    meter: Meter | None = None
+    region: Region
+    constants: set[int]
 
     def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(self.below, SecondRun):
             graph = self.below.next_graph(function)
         else:
-            graph = KeptGraph.of(function, args, kwargs, self.constants, self.meter)
-        self.graphs.append(graph)
+            graph = KeptGraph.of(
+                function,
+                args,
+                kwargs,
+                self.constants,
+                self.region.meter,
+                self.region.ambient.random,
+            )
+        self.region.kept_calls.append(graph)
         return graph.value()
 
 
@@ -187,25 +226,25 @@ class FirstRun(_Transparent):
 class SecondRun(_Transparent):
     """The frame of a replay, which ties them in."""
 
-    graphs: list[KeptGraph] = attrs.field(factory=list)
-    meter: Meter | None = None
+    region: Region
     calls: int = 0
 
     def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
-        if self.meter is not None:
-            self.meter.see(tensor)
+        if self.region.meter is not None:
+            self.region.meter.see(tensor)
         return super().take(tensor, item, is_layers)
 
     def next_graph(self, function: Any) -> KeptGraph:
         index = self.calls
         self.calls += 1
-        if index == len(self.graphs):
+        if index == len(self.region.kept_calls):
             msg = (
                 f"Cannot replay: the region makes more calls of keep than the {index} of its "
                 "first run. A region has to do the same each time."
             )
             raise ReplayMismatchError(msg)
-        return self.graphs[index]
+        graph: KeptGraph = self.region.kept_calls[index]
+        return graph
 
     def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self.next_graph(function).tied(function, args, kwargs)

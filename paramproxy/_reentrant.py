@@ -40,8 +40,7 @@ def run(region: Region, tensors: list[Any], offload: set[int]) -> Any:
     kept = region.keep(tensors, offload)
     inputs = [tensor for tensor in tensors if not tensor.stop_gradient]
     constants = {id(tensor) for tensor in tensors if tensor.stop_gradient}
-    first = FirstRun(graphs=region.kept_calls, constants=constants, meter=region.meter)
-    with pushed(first):
+    with pushed(FirstRun(region, constants)):
         value = region.first_run(tensors, record=region.captured.has_static)
     result = Result.of(value)
     region.record(result, tensors)
@@ -123,9 +122,8 @@ def _run_again(region: Region, kept: list[Any], output_grads: dict[int, Any]) ->
 
 
 def _replay(region: Region, kept: list[Any]) -> Replay:
-    second = SecondRun(graphs=region.kept_calls, meter=region.meter)
     hook = None if region.meter is None else unpack
-    with fresh_stack(), pushed(second, hook):
+    with fresh_stack(), pushed(SecondRun(region), hook):
         return region.replay(kept)
 
 

@@ -1,0 +1,193 @@
+"""Buffers are written once, though the function runs twice."""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+import paddle
+import pytest
+from support import MODES, Counted, allocated, hooked, param, plain, same, tensor, values
+
+
+pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")
+
+
+class Moves(paddle.nn.Layer):
+    """Keeps a moving average, and scales by it."""
+
+    def __init__(self, write):
+        super().__init__()
+        self.write = write
+        self.register_buffer("average", paddle.ones([1]))
+        self.state = None
+
+    def forward(self, a):
+        with paddle.no_grad():
+            self.write(self, self.average * 0.5 + a.detach().mean() * 0.5)
+        return paddle.tanh(a) * self.average.clone()
+
+
+def add(layer, new):
+    layer.average.add_(new - layer.average)
+
+
+def assign(layer, new):
+    paddle.assign(new, layer.average)
+
+
+def set_value(layer, new):
+    layer.average.set_value(new)
+
+
+def copy(layer, new):
+    layer.average.copy_(new, True)
+
+
+def rebind(layer, new):
+    layer.average = new
+
+
+def first_none(layer, new):
+    layer.state = new if layer.state is None else layer.state * 0.5 + new
+    layer.average.add_(layer.state - layer.average)
+
+
+WRITES = [add, assign, set_value, copy, rebind, first_none]
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("run", MODES)
+def test_a_buffer_is_written_once_and_read_as_the_first_run_found_it(write, run):
+    def scenario(run):
+        layer, x = Moves(write), tensor([1.0, 2.0])
+        for _ in range(3):
+            h = run(layer, run(layer, x * 1.0))
+            h.sum().backward()
+        return values(layer.average), values(x.grad)
+
+    same(scenario, runs=(run,))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: paddle.nn.BatchNorm1D(2, momentum=0.5),
+        lambda: paddle.nn.BatchNorm(2, momentum=0.5),
+        lambda: paddle.nn.Sequential(paddle.nn.Linear(2, 2), paddle.nn.BatchNorm1D(2)),
+    ],
+)
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("run", MODES)
+def test_running_statistics(make, training, run):
+    def scenario(run):
+        paddle.seed(1)
+        norm, x = make(), tensor([[1.0, 2.0], [3.0, 8.0]])
+        if not training:
+            norm.eval()
+        for _ in range(2):
+            run(lambda a: paddle.exp(norm(a)), x * 1.0).sum().backward()
+        return values(x.grad), [values(t) for t in norm.state_dict().values()]
+
+    same(scenario, runs=(run,))
+
+
+def test_a_kept_graph_and_many_replays():
+    def scenario(run):
+        norm, x = paddle.nn.BatchNorm1D(2), tensor([[1.0, 2.0], [3.0, 8.0]])
+        y, z = run(lambda a: (paddle.exp(norm(a)), paddle.tanh(norm(a))), x * 1.0)
+        y.sum().backward(retain_graph=True)
+        z.sum().backward()
+        return values(x.grad), values(norm._mean), values(norm._variance)
+
+    same(scenario, runs=(hooked,))
+
+
+@pytest.mark.parametrize("run", MODES)
+def test_spectral_norm_in_training(run):
+    def scenario(run):
+        paddle.seed(1)
+        layer, x = paddle.nn.utils.spectral_norm(paddle.nn.Linear(3, 3)), tensor(np.eye(3))
+        for _ in range(3):
+            run(lambda a: paddle.tanh(layer(a)), x * 1.0).sum().backward()
+        return values(x.grad), values(layer.weight_u), values(layer.weight_orig.grad)
+
+    same(scenario, runs=(run,))
+
+
+@pytest.mark.parametrize("run", MODES)
+def test_a_captured_tensor_that_is_state(run):
+    def scenario(run):
+        count, x = tensor([0.0], grad=False), tensor([1.0])
+
+        def region(a):
+            count.add_(paddle.ones([1]))
+            return paddle.exp(a) * count.clone()
+
+        for _ in range(2):
+            run(region, x * 1.0).sum().backward()
+        return values(count), values(x.grad)
+
+    same(scenario, runs=(run,))
+
+
+@pytest.mark.parametrize("run", MODES)
+def test_a_buffer_that_is_rebound_between_is_read_as_it_was(run):
+    def scenario(run):
+        layer, x = (
+            paddle.nn.Linear(2, 2, weight_attr=paddle.nn.initializer.Constant(0.5)),
+            tensor([[1.0, 2.0]]),
+        )
+        layer.register_buffer("mask", paddle.ones([2]))
+        y = run(lambda a: paddle.tanh(layer(a)) * layer.mask, x * 1.0)
+        layer.mask = paddle.zeros([2])
+        y.sum().backward()
+        return values(x.grad), values(layer.mask)
+
+    same(scenario, runs=(run,))
+
+
+@pytest.mark.parametrize("run", MODES)
+def test_turned_off_it_is_written_by_both_runs(run):
+    def mean(run):
+        norm, x = paddle.nn.BatchNorm1D(1, momentum=0.5), tensor([[1.0], [3.0]])
+        run(lambda a: paddle.exp(norm(a)), x * 1.0, preserve_buffers=False).sum().backward()
+        return values(norm._mean)
+
+    assert mean(plain) == [1.0]
+    assert mean(run) == [1.5]
+
+
+@pytest.mark.parametrize("run", MODES)
+def test_constant_buffers_cost_nothing(run):
+    """Not a byte in the first run, and none in the replay."""
+    size = 2**18
+    layer, x = paddle.nn.Linear(2, 2), tensor([[1.0, 2.0]])
+    layer.register_buffer("large", paddle.ones([size]))
+    seen = []
+
+    def region(a):
+        seen.append(allocated())
+        return paddle.tanh(layer(a)) * layer.large[0]
+
+    def step():
+        gc.collect()
+        before = allocated()
+        run(region, x * 1.0).sum().backward()
+        return [now - before for now in seen[-2:]]
+
+    step()
+    assert max(step()) < 4 * size
+
+
+@pytest.mark.parametrize("run", MODES)
+def test_a_frozen_weight_is_not_copied(run):
+    w, region = param(np.ones(8), trainable=False), Counted(lambda a, w: paddle.exp(a * w))
+    pointers = []
+
+    def looks(a):
+        pointers.append(w.data_ptr())
+        return region(a, w)
+
+    run(looks, tensor(np.ones(8)) * 1.0).sum().backward()
+    assert len(set(pointers)) == 1
