@@ -62,7 +62,7 @@ class KeptGraph:
         Without grad mode every tensor looks like a constant. Only those that the
         region was called with are known to be.
         """
-        region, tensors = Region.open(function, args, kwargs, _ONLY_THE_CALL)
+        region, tensors = _opened(function, args, kwargs)
         for operand, tensor in zip(region.operands, tensors):
             if operand.parameter is None and id(tensor) not in constants:
                 operand.stop_gradient = not is_differentiable(tensor)
@@ -118,7 +118,7 @@ class KeptGraph:
 
     def tied(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result, in the graph of these arguments."""
-        again, tensors = Region.open(function, args, kwargs, _ONLY_THE_CALL)
+        again, tensors = _opened(function, args, kwargs)
         if len(tensors) != len(self.region.operands):
             msg = (
                 f"Cannot replay the kept call of {again.name}: it reads {len(tensors)} tensors, "
@@ -136,6 +136,12 @@ class KeptGraph:
         if not positions or all(tensor.stop_gradient for tensor in inputs):
             return self.value()
         return self.value(dict(zip(positions, _KeptCall.apply(_Box(self, positions), *inputs))))
+
+
+def _opened(
+    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Region, list[Any]]:
+    return Region.open(function, args, kwargs, _ONLY_THE_CALL, is_measured=False)
 
 
 @attrs.frozen(eq=False)

@@ -125,6 +125,8 @@ class Region:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         options: Options,
+        *,
+        is_measured: bool = True,
     ) -> tuple[Region, list[Any]]:
         """Take down a call before its first run, and the tensors of its operands."""
         call = Call.of(args, kwargs)
@@ -152,7 +154,7 @@ class Region:
             ),
             buffers=Buffers.of(captured) if options.preserve_buffers else Buffers.none(),
             hidden=hidden,
-            meter=meter(lambda: function_name(function)),
+            meter=meter(lambda: function_name(function)) if is_measured else None,
         )
         region._refuse_iterators()
         return region, tensors

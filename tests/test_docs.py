@@ -9,7 +9,7 @@ import pytest
 from support import ROOT, param, tensor
 
 
-PAGES = ["README.md", "docs/index.md", "docs/own-checkpointing.md"]
+PAGES = ["README.md", "docs/index.md", "docs/own-checkpointing.md", "docs/selective.md"]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 

@@ -60,7 +60,8 @@ def test_what_a_kept_call_saves_counts(run):
     x = tensor(np.zeros(SIZE))
     with report() as r:
         run(lambda a: paddle.exp(keep(paddle.tanh, paddle.exp(a))), x * 1.0).sum().backward()
-    assert (r.rows[0].saved_bytes, r.rows[0].plain_bytes) == (2 * BYTES, 3 * BYTES)
+    (row,) = r.rows
+    assert (row.saved_bytes, row.plain_bytes) == (2 * BYTES, 3 * BYTES)
 
 
 def test_an_inner_region_has_a_row_for_what_it_does_in_the_replay():
