@@ -260,7 +260,7 @@ def show(report: dict[str, Any], console: Console) -> None:
         caption_justify="left",
         show_lines=True,
     )
-    table.add_column("program", min_width=14)
+    table.add_column("program", min_width=10)
     table.add_column("expected")
     for engine in ENGINES:
         table.add_column(engine)

@@ -6,12 +6,14 @@ now, the caveat goes.
 
 from __future__ import annotations
 
+import numpy as np
 import paddle
 import pytest
 from paddle.base import core
-from support import MODES, param, plain, tensor, values
+from support import MODES, hooked, param, plain, tensor, values
 
 from paramproxy import recompute
+from paramproxy._compat import TENSORS_HAVE_ATTRIBUTES
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -36,12 +38,13 @@ def test_caveat_a_large_buffer_is_read_as_the_first_write_ever_left_it(mode):
     assert gradients(mode) == [2.0 + 2.0]
 
 
-def test_caveat_what_is_rebound_behind_an_attribute_is_read_as_it_is_in_backward():
+@pytest.mark.parametrize("mode", MODES)
+def test_caveat_what_is_rebound_behind_an_attribute_is_read_as_it_is_in_backward(mode):
     class Scale(paddle.nn.Layer):
         factor = 2.0
 
         def forward(self, a):
-            return a * self.factor
+            return paddle.exp(a * self.factor)
 
     def gradient(run):
         layer, x = Scale(), tensor([1.0])
@@ -50,8 +53,65 @@ def test_caveat_what_is_rebound_behind_an_attribute_is_read_as_it_is_in_backward
         y.sum().backward()
         return values(x.grad)
 
-    assert gradient(plain) == [2.0]
-    assert gradient(recompute) == [5.0]
+    assert gradient(plain) == pytest.approx([2.0 * np.exp(2.0)])
+    assert gradient(mode) == pytest.approx([(5.0 if mode is recompute else 2.0) * np.exp(5.0)])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_caveat_plain_python_state_is_written_by_both_runs(mode):
+    calls = []
+    mode(lambda a: calls.append(1) or paddle.exp(a), tensor([1.0]) * 1.0).sum().backward()
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_caveat_statistics_that_a_function_hands_to_batch_norm_are_written_twice(mode):
+    def mean(run):
+        mean, variance = paddle.zeros([1]), paddle.ones([1])
+
+        def region(a):
+            batch_norm = paddle.nn.functional.batch_norm
+            return paddle.exp(batch_norm(a, mean, variance, training=True, momentum=0.5))
+
+        run(region, tensor([[1.0], [3.0]]) * 1.0).sum().backward()
+        return values(mean)
+
+    assert mean(plain) == [1.0]
+    assert mean(mode) == ([1.5] if TENSORS_HAVE_ATTRIBUTES else [1.0])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_caveat_set_value_in_the_region_is_not_seen(mode):
+    def weight(run):
+        w = param([4.0])
+
+        def region(a):
+            w.set_value(w.detach() * 0.5)
+            return paddle.exp(a) * w
+
+        run(region, tensor([0.0]) * 1.0).sum().backward()
+        return values(w)
+
+    assert weight(plain) == [2.0]
+    assert weight(mode) == [1.0]
+
+
+def test_caveat_a_layer_that_saved_none_has_no_double_gradient_in_the_hook_engine():
+    class Bias(paddle.autograd.PyLayer):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a, None)
+            return a * a
+
+        @staticmethod
+        def backward(ctx, dy):
+            a, _ = ctx.saved_tensor()
+            return dy * a * 2.0
+
+    x = tensor([1.0])
+    y = hooked(lambda a: Bias.apply(a * 1.0), x * 1.0).sum()
+    with pytest.raises(OSError, match="through a PyLayer that saved None"):
+        paddle.grad(y, [x], create_graph=True)
 
 
 def test_caveat_a_hook_on_an_activation_can_not_be_registered_inside():
