@@ -29,6 +29,7 @@ lint: $(VENV)/lint.stamp
 
 types: $(VENV)/test.stamp $(VENV)/lint.stamp
 	$(VENV)/bin/mypy
+	$(VENV)/bin/mypy tests/typed.py
 
 dist: $(VENV)/dist.stamp
 	rm -rf dist

@@ -60,7 +60,7 @@ def recompute(
             what is registered with Paddle's `custom_state_manager`. False
             leaves all of them alone.
         preserve_external_rng_state: False leaves numpy's and Python's streams
-            alone, which saves more than half of what a small region costs.
+            alone, whose handling is most of what random streams cost.
         preserve_buffers: Whether buffers that the function writes (running
             statistics, a moving average) are written once, though it runs
             twice. Only those that the first run changed are copied.
@@ -116,7 +116,7 @@ def recompute(
     | several outputs, hooks, `paddle.grad` in the function | [caveats](caveats.md) | right |
     | what leaves the function by another way than its result | no gradient | right |
     | the tail after the last saved tensor | runs again | does not |
-    | a backward that enters by an early output | runs the whole region at once | the same |
+    | a gradient that arrives early by one of several outputs | waits for the others | brings on the replay |
 
     Three kinds of calls in reentrant mode are served by the hook engine: those
     without a differentiable input, those with a `policy`, and those inside of a
