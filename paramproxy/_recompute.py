@@ -116,7 +116,7 @@ def recompute(
     | several outputs, hooks, `paddle.grad` in the function | [caveats](caveats.md) | right |
     | what leaves the function by another way than its result | no gradient | right |
     | the tail after the last saved tensor | runs again | does not |
-    | a gradient that arrives early by one of several outputs | waits for the others | brings on the replay |
+    | a gradient that comes early, by one of several outputs | waits | starts the replay |
 
     Three kinds of calls in reentrant mode are served by the hook engine: those
     without a differentiable input, those with a `policy`, and those inside of a
