@@ -58,7 +58,7 @@ from paramproxy._saved import (
 from paramproxy._settings import debug_mode, early_stop
 from paramproxy._stop import Stopper
 from paramproxy._tree import flatten
-from paramproxy.exceptions import MutationError, ReplayMismatchError
+from paramproxy.exceptions import MutationError, ReplayMismatchError, UnsupportedError
 
 
 __all__ = ["is_plain_call", "is_served", "run"]
@@ -96,7 +96,7 @@ def run(region: Region, tensors: list[Any], offload: set[int], options: Options)
 def _hooks_around() -> CallerHooks | None:
     """A caller's own hooks around a region that opens now: they pack what it saves."""
     frame = caller_hooks() or region_frame()
-    if isinstance(frame, (FirstRun, SecondRun)):
+    if isinstance(frame, (FirstRun, SecondRun, Once)):
         return frame.recording.hooks
     return frame if isinstance(frame, CallerHooks) and not frame.is_paddle_recompute else None
 
@@ -183,29 +183,32 @@ class Recording:
 
     # The first run
 
-    def issue(self, owner: Any, tensor: Any, is_layers: bool) -> Ticket:
+    def issue(self, frame: FirstRun, tensor: Any, is_layers: bool) -> Ticket:
         """A ticket for a tensor that the first run saves."""
         index = len(self.metadata)
         self.metadata.append(Metadata.of(tensor))
         if self.lines is not None:
             self.lines.append(user_lines())
-        ticket = self._ticket(owner, index, tensor, is_layers)
+        ticket = self._ticket(frame, index, tensor, is_layers)
         self.tickets.append(weakref.ref(ticket))
         if self.policy is not None:
             self._ask_policy(ticket, tensor)
         return ticket
 
-    def issue_kept(self, owner: Any, tensor: Any, item: Any, is_layers: bool) -> Ticket:
+    def issue_kept(self, frame: FirstRun, tensor: Any, item: Any, is_layers: bool) -> Ticket:
         """A ticket for a tensor that a kept call saves."""
-        ticket = self._ticket(owner, -1, tensor, is_layers)
+        ticket = self._ticket(frame, -1, tensor, is_layers)
         ticket.fill(self.packed(tensor, item, is_layers), tensor)
         self._measure(tensor)
-        self.tickets.append(weakref.ref(ticket)) if PACKED_VALUES_LEAK else None
+        if PACKED_VALUES_LEAK:
+            self.tickets.append(weakref.ref(ticket))
         return ticket
 
-    def _ticket(self, owner: Any, index: int, tensor: Any, is_layers: bool) -> Ticket:
-        has_place = is_layers and not (tensor.stop_gradient or tensor.is_leaf)
-        ticket = Ticket(owner, index, is_layers, Twin(tensor) if has_place else None)
+    def _ticket(self, frame: FirstRun, index: int, tensor: Any, is_layers: bool) -> Ticket:
+        # In a second run of an outer region nobody runs this graph backward.
+        has_place = is_layers and frame.outer is None
+        has_place = has_place and not (tensor.stop_gradient or tensor.is_leaf)
+        ticket = Ticket(frame.owner, index, is_layers, Twin(tensor) if has_place else None)
         self.waiting.add(id(ticket))
         return ticket
 
@@ -218,6 +221,7 @@ class Recording:
             offloaded = Offloaded.of(keep(tensor, ticket.is_layers))
             if offloaded is not None:
                 ticket.fill(offloaded, tensor)
+                self._measure(tensor)
 
     def _measure(self, tensor: Any) -> None:
         """Tell the meter of a tensor that is kept."""
@@ -311,10 +315,15 @@ class Recording:
 
     def _replay(self, ticket: Ticket) -> None:
         region = self.region
-        assert region is not None  # a ticket waits for it
+        if region is None or id(ticket) not in self.waiting:
+            msg = (
+                "Cannot run backward a second time through a region of the hook engine: what it "
+                "saved was let go by the first. Pass retain_graph=True to that."
+            )
+            raise UnsupportedError(msg)
         second = SecondRun.of(self, region)
         with fresh_stack():
-            region.rerun(self.kept, lambda: second.pushed())
+            region.rerun(self.kept, second.pushed)
         second.refuse_mismatch()
 
     def __del__(self) -> None:
@@ -349,7 +358,7 @@ class FirstRun(Frame):
             self.owner = lambda: recording
 
     def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
-        ticket = self.recording.issue(self.owner, tensor, is_layers)
+        ticket = self.recording.issue(self, tensor, is_layers)
         return ticket if self.outer is None else self.outer.take(tensor, ticket, is_layers)
 
     def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -357,7 +366,7 @@ class FirstRun(Frame):
         if self.below is not None and not isinstance(self.below, Once):
             value = self.below.keep(function, args, kwargs)
         else:
-            with pushed(Once(self.recording, self.owner)):
+            with pushed(Once(self)):
                 value = function(*args, **kwargs)
         random = None if streams is None else streams.moved_on()
         self.recording.calls.append(KeptCall.of(value, random))
@@ -368,12 +377,15 @@ class FirstRun(Frame):
 class Once(Frame):
     """The frame of a kept call in a first run: what it saves is kept."""
 
-    recording: Recording
-    owner: Any
+    first: FirstRun
     below: Frame | None = None
 
+    @property
+    def recording(self) -> Recording:
+        return self.first.recording
+
     def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
-        return self.recording.issue_kept(self.owner, tensor, item, is_layers)
+        return self.recording.issue_kept(self.first, tensor, item, is_layers)
 
     def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return function(*args, **kwargs)

@@ -103,6 +103,26 @@ def test_a_second_backward_that_paddle_refuses_is_refused():
         y.backward()
 
 
+def test_a_ticket_that_was_handed_in_is_refused_with_a_way_out():
+    """What Paddle itself sees to, by an error of its own."""
+    from paramproxy import _hooked
+
+    kept = []
+    fill = _hooked.Ticket.fill
+
+    def noted(ticket, *args):
+        kept.append(ticket)
+        return fill(ticket, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_hooked.Ticket, "fill", noted)
+        y = hooked(lambda a: (paddle.exp(a), paddle.tanh(a)), tensor([1.0]) * 1.0)
+        y[0].sum().backward()
+        with pytest.raises(Exception, match="a second time through a region of the hook engine"):
+            kept[0].unpack()
+    assert paddle.is_grad_enabled()
+
+
 def test_double_and_triple_gradients():
     def scenario(run):
         x, w = tensor([1.0, 2.0]), param([3.0, 4.0])

@@ -177,6 +177,16 @@ STEPS = {
         .sum()
         .backward()
     ),
+    "layers, nested": lambda x, w: (
+        hooked(
+            lambda a: hooked(
+                lambda b: FusedLinear.apply(paddle.exp(b), w), FusedLinear.apply(a, w)
+            ),
+            x,
+        )
+        .sum()
+        .backward()
+    ),
     "nested and dropped": lambda x, w: hooked(
         lambda a: hooked(lambda b: paddle.tanh(paddle.exp(b) * w), paddle.exp(a)), x
     ),
