@@ -1,25 +1,88 @@
-"""A look at the graph that autograd has recorded."""
+"""A look at the graph that autograd has recorded.
+
+Paddle gives every grad node that Python asks for one reference too many, and so
+never frees it, nor what hangs on it. The reference is taken back here.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from typing import Any
 
 from paramproxy._compat import Tensor
 
 
-__all__ = ["reaches"]
+__all__ = ["layers_since", "node_of", "reaches"]
+
+
+def _holders(node: Any) -> int:
+    """How many hold the node, for callers that have it in one variable."""
+    return sys.getrefcount(node)
+
+
+def _holders_of_a_local() -> int:
+    probe = object()
+    return _holders(probe)
+
+
+_ONE = _holders_of_a_local()
+
+
+def _take_back(node: Any) -> None:
+    ctypes.pythonapi.Py_DecRef(ctypes.py_object(node))
+
+
+def _made_by(tensor: Any) -> Any:
+    node = tensor.grad_fn
+    if node is not None and _holders(node) == _ONE + 1:  # us, and nobody
+        _take_back(node)
+    return node
+
+
+def _before(node: Any) -> list[Any]:
+    """The nodes that it passes its gradients to."""
+    waiting, found = node.next_functions, []
+    while waiting:
+        following = waiting.pop()
+        if following is not None and _holders(following) == _ONE + 1:
+            _take_back(following)
+        found.append(following)
+    return found
+
+
+def node_of(tensor: Any) -> int:
+    """Which op made the tensor; 0 if none did."""
+    node = _made_by(tensor)
+    return 0 if node is None else int(node.node_ptr())
+
+
+def layers_since(tensor: Any, node: int) -> int:
+    """How many PyLayers in a row have returned the tensor since `node` had made it.
+
+    Each counts as a write into the tensor, and writes nothing. 0 if something
+    else was among them.
+    """
+    waiting = [(_made_by(tensor), 0)]
+    while waiting:
+        now, layers = waiting.pop()
+        if now is None:
+            continue
+        if now.node_ptr() == node:
+            return layers
+        if now.name().startswith("GradNodePyLayer"):
+            waiting += [(following, layers + 1) for following in _before(now)]
+    return 0
 
 
 def reaches(outputs: list[Any], tensor: Any) -> bool:
-    """Whether a backward from `outputs` would run the op that made `tensor`.
-
-    Not for every call: Paddle never frees a node that `grad_fn` has given.
-    """
-    node = tensor.grad_fn
-    if node is None:
+    """Whether a backward from `outputs` would run the op that made `tensor`."""
+    wanted = node_of(tensor)
+    if not wanted:
         return False
-    wanted = node.node_ptr()
-    waiting = [out.grad_fn for out in outputs if isinstance(out, Tensor) and not out.stop_gradient]
+    waiting = [
+        _made_by(out) for out in outputs if isinstance(out, Tensor) and not out.stop_gradient
+    ]
     seen: set[int] = set()
     while waiting:
         node = waiting.pop()
@@ -28,5 +91,5 @@ def reaches(outputs: list[Any], tensor: Any) -> bool:
         seen.add(node.node_ptr())
         if node.node_ptr() == wanted:
             return True
-        waiting += node.next_functions
+        waiting += _before(node)
     return False

@@ -9,6 +9,7 @@ import paddle
 from paddle.autograd import PyLayer
 
 from paramproxy._compat import EagerParamBase, core, with_own_counter, with_own_header
+from paramproxy._graph import layers_since, node_of
 from paramproxy._leaf import Handover, make_leaf, set_flag
 from paramproxy._tree import alias, copy_attributes
 
@@ -33,6 +34,7 @@ class Operand:
         place: Where to bring the kept copy back to; None if it was left there.
         is_state: Whether the function wrote it itself, as a layer writes its
             buffers.
+        node: What made it; 0 for a leaf.
     """
 
     where: str
@@ -43,6 +45,7 @@ class Operand:
     pointer: int | None
     place: Any = None
     is_state: bool = False
+    node: int = 0
 
     @classmethod
     def of(cls, tensor: Any, where: str) -> Operand:
@@ -54,6 +57,7 @@ class Operand:
             is_leaf=tensor.is_leaf,
             version=0 if pointer is None else tensor._inplace_version(),
             pointer=pointer,
+            node=0 if tensor.stop_gradient or tensor.is_leaf else node_of(tensor),
         )
 
     def keep(self, tensor: Any, offload: bool) -> Any:
@@ -109,6 +113,17 @@ class Operand:
         if self.is_state or self.pointer is None or _pointer(tensor) != self.pointer:
             return False
         return bool(tensor._inplace_version() != self.version)
+
+    def was_only_returned(self, tensor: Any) -> bool:
+        """Whether all that changed it were PyLayers that return their input.
+
+        Its version now is then the one to compare with.
+        """
+        version = tensor._inplace_version()
+        if self.node and layers_since(tensor, self.node) == version - self.version:
+            self.version = version
+            return True
+        return False
 
     def __str__(self) -> str:
         if self.parameter is None:

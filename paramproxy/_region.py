@@ -240,7 +240,7 @@ class Region:
     def _refuse_own_changes(self, tensors: list[Any]) -> None:
         """Refuse a function that overwrites what its replay has to start from."""
         for index, (operand, tensor) in enumerate(zip(self.operands, tensors)):
-            if not operand.was_changed(tensor):
+            if not operand.was_changed(tensor) or operand.was_only_returned(tensor):
                 continue
             if index >= len(self.call.places) and operand.stop_gradient:
                 operand.is_state = True
@@ -256,8 +256,7 @@ class Region:
         msg = (
             f"Cannot recompute {self.name}: it changes {self.name_operand(operand)} in place, so a "
             "replay would start from the changed value. Change a clone of it in the function, or "
-            "change it outside. (A PyLayer that returns its input counts as such a change: let it "
-            "call ctx.mark_not_inplace, or pass it a clone.)"
+            "change it outside."
         )
         raise MutationError(msg)
 

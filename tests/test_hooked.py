@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import gc
 from typing import ClassVar
 
 import numpy as np
 import paddle
 import pytest
-from support import Counted, FusedLinear, Reverse, hooked, param, plain, same, tensor, values
+from support import (
+    Counted,
+    FusedLinear,
+    Reverse,
+    allocated,
+    hooked,
+    param,
+    plain,
+    same,
+    tensor,
+    values,
+)
 
 from paramproxy import MutationError
 from paramproxy._compat import paddle_version
@@ -328,28 +340,58 @@ def test_what_a_layer_reads_back_is_the_parameter():
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_a_layer_that_returns_its_input(times):
-    """Tensor-parallel identities are such layers. Paddle counts them as writes into it."""
+@pytest.mark.parametrize("first", [lambda a: a, lambda a: a * 2.0], ids=["argument", "inner"])
+def test_a_layer_that_returns_its_input_is_no_write_into_it(times, first):
+    """Tensor-parallel identities are such layers. Paddle counts them as writes."""
 
     def scenario(run):
         x = tensor([1.0, 2.0])
+        h = Reverse.apply(x * 1.0)
 
         def region(a):
-            a = a * 2.0
+            a = first(a)
             for _ in range(times):
                 a = Reverse.apply(a)
-            return paddle.exp(a)
+            return paddle.exp(a), a
 
-        y = run(region, x * 1.0)
-        y.sum().backward()
+        y, z = run(region, h)
+        (y * paddle.tanh(h) + z).sum().backward()
         return values(y), values(x.grad)
 
     exact(scenario)
 
 
-def test_on_an_argument_it_is_refused_with_a_way_out():
-    with pytest.raises(MutationError, match="A PyLayer that returns its input counts as such"):
-        hooked(Reverse.apply, tensor([1.0]) * 1.0)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda a: a.add_(a),
+        lambda a: Reverse.apply(a).add_(a),
+        lambda a: Reverse.apply(a.add_(a)),
+        lambda a: paddle.no_grad()(lambda: a.add_(a))(),
+    ],
+)
+def test_a_real_write_among_them_is_told(write):
+    h = Reverse.apply(Reverse.apply(tensor([1.0]) * 1.0))
+    with pytest.raises(MutationError, match="it changes argument 0 in place"):
+        hooked(lambda a: write(a) is None or paddle.exp(a), h)
+
+
+def test_looking_at_the_graph_leaves_nothing_behind():
+    """Paddle never frees a node that `grad_fn` has given."""
+    x = tensor(np.zeros((64, 64)))
+
+    def step():
+        h = paddle.exp(x * 1.0)
+        hooked(lambda a: paddle.tanh(Reverse.apply(a)), h)
+
+    for _ in range(3):
+        step()
+    gc.collect()
+    before = allocated()
+    for _ in range(10):
+        step()
+    gc.collect()
+    assert allocated() == before
 
 
 def test_strided_saved_tensors():
