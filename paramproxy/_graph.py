@@ -1,7 +1,7 @@
 """A look at the graph that autograd has recorded.
 
-Paddle gives every grad node that Python asks for one reference too many, and so
-never frees it, nor what hangs on it. The reference is taken back here.
+Each time that `grad_fn` is asked for, Paddle gives the node one reference too many,
+and so never frees it, nor what hangs on it. The reference is taken back here.
 """
 
 from __future__ import annotations
@@ -29,26 +29,12 @@ def _holders_of_a_local() -> int:
 _ONE = _holders_of_a_local()
 
 
-def _take_back(node: Any) -> None:
-    ctypes.pythonapi.Py_DecRef(ctypes.py_object(node))
-
-
 def _made_by(tensor: Any) -> Any:
+    """The node of the op that made the tensor. Not to be held when this is called again."""
     node = tensor.grad_fn
-    if node is not None and _holders(node) == _ONE + 1:  # us, and nobody
-        _take_back(node)
+    if node is not None and _holders(node) == _ONE + 1:  # we, and nobody
+        ctypes.pythonapi.Py_DecRef(ctypes.py_object(node))
     return node
-
-
-def _before(node: Any) -> list[Any]:
-    """The nodes that it passes its gradients to."""
-    waiting, found = node.next_functions, []
-    while waiting:
-        following = waiting.pop()
-        if following is not None and _holders(following) == _ONE + 1:
-            _take_back(following)
-        found.append(following)
-    return found
 
 
 def node_of(tensor: Any) -> int:
@@ -71,7 +57,7 @@ def layers_since(tensor: Any, node: int) -> int:
         if now.node_ptr() == node:
             return layers
         if now.name().startswith("GradNodePyLayer"):
-            waiting += [(following, layers + 1) for following in _before(now)]
+            waiting += [(following, layers + 1) for following in now.next_functions]
     return 0
 
 
@@ -80,16 +66,15 @@ def reaches(outputs: list[Any], tensor: Any) -> bool:
     wanted = node_of(tensor)
     if not wanted:
         return False
-    waiting = [
-        _made_by(out) for out in outputs if isinstance(out, Tensor) and not out.stop_gradient
-    ]
     seen: set[int] = set()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node.node_ptr() in seen:
-            continue
-        seen.add(node.node_ptr())
-        if node.node_ptr() == wanted:
-            return True
-        waiting += _before(node)
-    return False
+    for output in outputs:
+        if isinstance(output, Tensor) and not output.stop_gradient:
+            waiting = [_made_by(output)]
+            while waiting:
+                node = waiting.pop()
+                if node is None or node.node_ptr() in seen:
+                    continue
+                seen.add(node.node_ptr())
+                waiting += node.next_functions
+            del node
+    return wanted in seen
