@@ -323,7 +323,7 @@ class Recording:
             raise UnsupportedError(msg)
         second = SecondRun.of(self, region)
         with fresh_stack():
-            region.rerun(self.kept, second.pushed)
+            region.rerun(self.kept, second.pushed, second.stopper)
         second.refuse_mismatch()
 
     def __del__(self) -> None:
@@ -433,7 +433,7 @@ class SecondRun(Frame):
     def pushed(self) -> Iterator[None]:
         """The block in which the function is called."""
         try:
-            with pushed(self, unpack), self.stopper.watching():
+            with pushed(self, unpack):
                 yield
         finally:
             self.wanted = {}

@@ -48,6 +48,11 @@ from paramproxy.exceptions import (
 __all__ = ["Region", "Replay", "is_differentiable"]
 
 
+Context = contextlib.AbstractContextManager[Any]
+
+_NEVER: Context = contextlib.nullcontext()
+
+
 @attrs.define(eq=False)
 class Replay:
     """The second run: its result, on a fresh graph built on stand-ins."""
@@ -286,21 +291,21 @@ class Region:
         self._refuse_outside_graph(result)
         return Replay(result, list(zip(self.operands, standins)), handover)
 
-    def rerun(
-        self, kept: list[Any], watching: Callable[[], contextlib.AbstractContextManager[Any]]
-    ) -> None:
+    def rerun(self, kept: list[Any], watching: Callable[[], Context], stopper: Context) -> None:
         """Run the function again for what it saves, on the parameters themselves.
 
         Args:
             kept: What `keep` gave.
-            watching: The context in which to call it.
+            watching: Makes the context in which to call it.
+            stopper: The one that may end it.
 
         Raises:
             As `replay`, without what concerns outputs and the graph.
         """
         tensors = self._compared(kept)
         with self.restored():
-            self.call_again([o.again(t) for o, t in zip(self.operands, tensors)], watching)
+            given = [o.again(t) for o, t in zip(self.operands, tensors)]
+            self.call_again(given, watching, stopper)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -319,13 +324,14 @@ class Region:
     def call_again(
         self,
         given: list[Any],
-        watching: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+        watching: Callable[[], Context] = contextlib.nullcontext,
+        stopper: Context = _NEVER,
     ) -> Any:
-        """What the function returns for these operands; None if `watching` stopped it."""
+        """What the function returns for these operands; None if `stopper` ended it."""
         once = hooks_registered_once([*given, *self.captured.parameters])
         timed = contextlib.nullcontext() if self.meter is None else self.meter.replay()
         try:
-            with once, timed, watching():
+            with once, timed, watching(), stopper:
                 return self.call_now(given)
         except Exception as exc:
             raise ReplayError(self._replay_error(exc)) from exc

@@ -11,10 +11,8 @@ operator outside of it that saves something.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import attrs
@@ -32,7 +30,10 @@ class ReplayStopped(BaseException):
 
 @attrs.define(eq=False)
 class Stopper:
-    """Stops the replay of one function.
+    """Stops the replay of one function: the context in which to call it.
+
+    No generator: from Python 3.13 on one that ends an exception keeps the
+    frames that it came through, until the garbage collector runs.
 
     Attributes:
         is_stopped: Whether it was asked to.
@@ -41,17 +42,12 @@ class Stopper:
     is_stopped: bool = False
     _root: types.FrameType | None = None
 
-    @contextlib.contextmanager
-    def watching(self) -> Iterator[None]:
-        """The block in which the function is called."""
-        self._root = sys._getframe(2)  # past contextlib's
-        try:
-            yield
-        except BaseException:
-            if not self.is_stopped:
-                raise
-        finally:
-            self._root = None
+    def __enter__(self) -> None:
+        self._root = sys._getframe(1)
+
+    def __exit__(self, *error: object) -> bool:
+        self._root = None
+        return self.is_stopped
 
     def stop(self, tensor: Any, is_layers: bool) -> None:
         """Called by a pack hook, again and again from the first time on.
