@@ -121,6 +121,29 @@ def allocated():
     return core.host_memory_stat_current_value("Allocated", 0)
 
 
+def growth(step):
+    """The bytes that ten steps leave behind, once three have warmed up."""
+    for _ in range(3):
+        step()
+    gc.collect()
+    before = allocated()
+    for _ in range(10):
+        step()
+    gc.collect()
+    return allocated() - before
+
+
+def held(make):
+    """The bytes that the result of `make` keeps alive, with everything that hangs on it."""
+    make()
+    gc.collect()
+    before = allocated()
+    kept = make()
+    gc.collect()
+    assert kept is not None
+    return allocated() - before
+
+
 HAS_PEAK = hasattr(core, "host_memory_stat_reset_peak_value")
 
 

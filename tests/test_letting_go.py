@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import paddle
 import pytest
-from support import FusedLinear, allocated, hooked, param, plain, tensor
+from support import FusedLinear, growth, held, hooked, param, plain, tensor
 
 import paramproxy
 from paramproxy import keep, recompute
@@ -65,48 +65,33 @@ def chain(run, x, blocks=4):
 
 def test_after_forward_only_the_inputs_are_kept():
     x = tensor(np.zeros(SIZE))
-
-    def held(run):
-        gc.collect()
-        before = allocated()
-        y = chain(run, x * 1.0)
-        gc.collect()
-        return (allocated() - before) / BYTES, y
-
-    held(hooked)
-    assert held(plain)[0] == pytest.approx(16, abs=0.1)
-    assert held(hooked)[0] == pytest.approx(5, abs=0.1)
+    vectors = {run: held(lambda run=run: chain(run, x * 1.0)) / BYTES for run in (plain, hooked)}
+    assert vectors[plain] == pytest.approx(16, abs=0.1)
+    assert vectors[hooked] == pytest.approx(5, abs=0.1)
 
 
 def test_after_backward_only_the_result_is_kept():
     x = tensor(np.zeros(SIZE))
-    y = chain(hooked, x * 1.0)
-    y.sum().backward()
-    gc.collect()
-    before = allocated()
-    x.clear_gradient(False)
-    z = chain(hooked, x * 1.0)
-    z.sum().backward()
-    gc.collect()
-    assert (allocated() - before) / BYTES == pytest.approx(1, abs=0.1)
-    assert y is not z
+
+    def step():
+        x.clear_gradient(False)
+        y = chain(hooked, x * 1.0)
+        y.sum().backward()
+        return y
+
+    assert held(step) / BYTES == pytest.approx(1, abs=0.1)
 
 
 def test_a_half_used_graph_keeps_no_more_than_without():
     x = tensor(np.zeros(SIZE))
 
-    def held(run):
-        gc.collect()
-        before = allocated()
+    def half(run):
         one, other = run(lambda a: (paddle.exp(a), paddle.tanh(a)), x * 1.0)
         one.sum().backward(retain_graph=True)
         x.clear_gradient(False)
-        gc.collect()
-        assert other is not None
-        return (allocated() - before) / BYTES
+        return other
 
-    held(hooked)
-    assert held(hooked) <= held(plain) + 4.1
+    assert held(lambda: half(hooked)) <= held(lambda: half(plain)) + 4 * BYTES
 
 
 def fails_the_second_time():
@@ -202,11 +187,4 @@ def test_no_step_leaves_a_byte_behind(name):
         x.clear_gradient(False)
         w.clear_gradient(False)
 
-    for _ in range(3):
-        step()
-    gc.collect()
-    before = allocated()
-    for _ in range(10):
-        step()
-    gc.collect()
-    assert allocated() == before
+    assert growth(step) == 0
