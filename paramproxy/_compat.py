@@ -162,17 +162,23 @@ def with_own_header(tensor: Any) -> Any:
     return paddle._C_ops.reshape(tensor, tensor.shape)
 
 
-def with_own_counter(tensor: Any) -> Any:
+def with_own_counter(tensor: Any, version: int = 0) -> Any:
     """The same storage under a header and an in-place version counter of its own.
 
     A PyLayer that returns its input counts as a write into it. For a tensor
     that is strided or not dense the counter is shared.
+
+    Args:
+        tensor: The tensor.
+        version: What the counter starts with.
     """
     if not (tensor.is_dense() and tensor._is_initialized() and tensor.is_contiguous()):
         return with_own_header(tensor)
     other = Tensor(tensor.dtype, tensor.shape, "", _DENSE, False)
     tensor._share_buffer_to(other)
     other.stop_gradient = tensor.stop_gradient
+    for _ in range(version):
+        other._bump_inplace_version()
     return other
 
 

@@ -28,7 +28,9 @@ class Operand:
             alias is kept in its stead.
         stop_gradient: Its flag. A caller's saved-tensor hooks lose it.
         is_leaf: Whether it is a leaf of the caller's graph.
-        version: Its in-place version counter.
+        started: Its in-place version counter when the first run began.
+        version: The counter to compare with: the same, unless the function
+            itself moves it and writes nothing.
         pointer: Its storage. Versions are compared on one storage only: a
             sharding stage swaps a parameter's, an offloading hook a tensor's.
         place: Where to bring the kept copy back to; None if it was left there.
@@ -41,6 +43,7 @@ class Operand:
     parameter: Any
     stop_gradient: bool
     is_leaf: bool
+    started: int
     version: int
     pointer: int | None
     place: Any = None
@@ -50,12 +53,14 @@ class Operand:
     @classmethod
     def of(cls, tensor: Any, where: str) -> Operand:
         pointer = _pointer(tensor)
+        version = 0 if pointer is None else tensor._inplace_version()
         return cls(
             where=where,
             parameter=tensor if isinstance(tensor, EagerParamBase) else None,
             stop_gradient=tensor.stop_gradient,
             is_leaf=tensor.is_leaf,
-            version=0 if pointer is None else tensor._inplace_version(),
+            started=version,
+            version=version,
             pointer=pointer,
             node=0 if tensor.stop_gradient or tensor.is_leaf else node_of(tensor),
         )
@@ -92,7 +97,7 @@ class Operand:
         tensor.stop_gradient = self.stop_gradient
         if self.is_leaf or self.stop_gradient:
             return tensor
-        inner = with_own_header(with_own_counter(tensor))
+        inner = with_own_header(with_own_counter(tensor, self.started))
         copy_attributes(tensor, inner)
         return inner
 
