@@ -133,9 +133,20 @@ class KeptGraph:
         if self.random is not None:
             self.random.restore()
         positions = self.differentiable
-        if not positions or all(tensor.stop_gradient for tensor in inputs):
+        if not positions:
             return self.value()
+        if all(tensor.stop_gradient for tensor in inputs):
+            if not self.region.captured.parameters:
+                return self.value()
+            inputs.append(_dummy())
         return self.value(dict(zip(positions, _KeptCall.apply(_Box(self, positions), *inputs))))
+
+
+def _dummy() -> Any:
+    """Something differentiable to hang the call on, where only captured weights need gradients."""
+    dummy = paddle.zeros([1])
+    dummy.stop_gradient = False
+    return dummy
 
 
 def _opened(
@@ -172,7 +183,8 @@ class _KeptCall(PyLayer):  # type: ignore[misc]
         if pairs:
             replay.run_backward(pairs)
         gradients = ctx.box.graph.gradients()
-        return tuple(None if flag else grad for flag, grad in zip(ctx.flags, gradients))
+        known = [None if flag else grad for flag, grad in zip(ctx.flags, gradients)]
+        return (*known, *[None] * (len(ctx.flags) - len(known)))
 
 
 @attrs.define(eq=False)

@@ -111,6 +111,20 @@ def test_a_fused_weight_gradient_reaches_the_parameter(run):
 
 
 @pytest.mark.parametrize("run", MODES)
+@pytest.mark.parametrize("cut", [lambda a: a.detach(), lambda a: paddle.ones([2])])
+def test_a_weight_that_only_it_reads_has_its_gradient(run, cut):
+    def scenario(run):
+        x, w = tensor([1.0, 2.0]), param([3.0, 4.0])
+        y = run(
+            lambda a: (paddle.tanh(a), keep(lambda b: paddle.exp(b * w), cut(a) * 0.1)), x * 1.0
+        )
+        (y[0].sum() + y[1].sum()).backward()
+        return values(x.grad), values(w.grad)
+
+    same(scenario, runs=(run,))
+
+
+@pytest.mark.parametrize("run", MODES)
 def test_what_it_returns_has_its_flags(run):
     seen = []
 
