@@ -65,6 +65,7 @@ __all__ = [
     "untraced",
     "with_own_counter",
     "with_own_header",
+    "with_own_storage",
 ]
 
 P = ParamSpec("P")
@@ -174,11 +175,17 @@ def with_own_counter(tensor: Any, version: int = 0) -> Any:
     """
     if not (tensor.is_dense() and tensor._is_initialized() and tensor.is_contiguous()):
         return with_own_header(tensor)
+    other = with_own_storage(tensor)
+    for _ in range(version):
+        other._bump_inplace_version()
+    return other
+
+
+def with_own_storage(tensor: Any) -> Any:
+    """A contiguous tensor of that shape and dtype, on the same buffer."""
     other = Tensor(tensor.dtype, tensor.shape, "", _DENSE, False)
     tensor._share_buffer_to(other)
     other.stop_gradient = tensor.stop_gradient
-    for _ in range(version):
-        other._bump_inplace_version()
     return other
 
 

@@ -21,6 +21,7 @@ from paramproxy._compat import (
     EagerParamBase,
     Tensor,
     with_own_header,
+    with_own_storage,
 )
 from paramproxy._operand import can_be_offloaded, to_host
 from paramproxy._tree import alias, copy_attributes
@@ -65,7 +66,8 @@ class Metadata:
 
     @classmethod
     def of(cls, tensor: Any) -> Metadata:
-        if not tensor.is_dense():
+        # What Paddle 2.6's einsum saves of no elements has no strides to ask for.
+        if not tensor.is_dense() or 0 in tensor.shape:
             return cls(tuple(tensor.shape), tensor.dtype, None)
         return cls(
             tuple(tensor.shape),
@@ -210,7 +212,7 @@ def keep(tensor: Any, is_layers: bool) -> Any:
 def handed_over(tensor: Any, is_layers: bool) -> Any:
     """What an unpack hook may give Paddle, which keeps its hands on it in 2.6."""
     if PACKED_VALUES_LEAK and not is_layers:
-        return with_own_header(tensor)
+        return with_own_storage(tensor) if 0 in tensor.shape else with_own_header(tensor)
     return tensor
 
 

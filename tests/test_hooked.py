@@ -16,6 +16,7 @@ from support import (
     param,
     plain,
     same,
+    seed,
     tensor,
     values,
 )
@@ -411,6 +412,58 @@ def test_odd_shapes(shape):
         return values(x.grad), list(x.grad.shape)
 
     exact(scenario)
+
+
+def test_einsum():
+    """Paddle 2.6 has it save a tensor of no elements that has no strides to ask for."""
+
+    def scenario(run):
+        x, y = tensor([[1.0, 2.0], [3.0, 4.0]]), tensor([[0.5, 1.0, 2.0], [1.0, 0.0, 1.0]])
+        run(
+            lambda a, b: paddle.exp(paddle.einsum("ij,jk->ik", a, b) * 0.1), x * 1.0, y * 1.0
+        ).sum().backward()
+        return values(x.grad), values(y.grad)
+
+    exact(scenario)
+
+
+LAYERS = {
+    "LSTM": lambda: (paddle.nn.LSTM(4, 3, 2, dropout=0.2), [2, 3, 4]),
+    "convolutions": lambda: (
+        paddle.nn.Sequential(
+            paddle.nn.Conv2D(2, 4, 3),
+            paddle.nn.GroupNorm(2, 4),
+            paddle.nn.ReLU(),
+            paddle.nn.MaxPool2D(2),
+            paddle.nn.Conv2DTranspose(4, 2, 2),
+        ),
+        [2, 2, 6, 6],
+    ),
+    "transformer": lambda: (paddle.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1), [2, 3, 8]),
+    "weight norm": lambda: (paddle.nn.utils.weight_norm(paddle.nn.Linear(4, 4)), [2, 4]),
+}
+
+
+@pytest.mark.parametrize("name", list(LAYERS))
+def test_layers_of_paddles_own(name):
+    def scenario(run):
+        layer, shape = LAYERS[name]()
+        x = paddle.randn(shape)
+        x.stop_gradient = False
+        for _ in range(2):
+            out = run(layer, x * 1.0)
+            out = out[0] if isinstance(out, tuple) else out
+            (out * out).sum().backward()
+        return [values(t) for t in (out, x.grad, *(p.grad for p in layer.parameters()))]
+
+    expected, got = (scenario_of(run, scenario) for run in (plain, hooked))
+    for one, other in zip(got, expected):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+
+
+def scenario_of(run, scenario):
+    seed()
+    return scenario(run)
 
 
 def test_a_loss_that_is_kept_on_a_layer_has_its_gradient():
