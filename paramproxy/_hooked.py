@@ -40,6 +40,7 @@ from paramproxy._dispatch import (
     unpack,
 )
 from paramproxy._keep import KeptCall
+from paramproxy._mismatch import CAUSES, Comparison
 from paramproxy._options import Options
 from paramproxy._policy import Decision, decision_of
 from paramproxy._region import Region
@@ -58,7 +59,7 @@ from paramproxy._saved import (
 from paramproxy._settings import debug_mode, early_stop
 from paramproxy._stop import Stopper
 from paramproxy._tree import flatten
-from paramproxy.exceptions import MutationError, ReplayMismatchError, UnsupportedError
+from paramproxy.exceptions import ReplayMismatchError, UnsupportedError
 
 
 __all__ = ["is_plain_call", "is_served", "run"]
@@ -399,22 +400,21 @@ class SecondRun(Frame):
         recording: Whose tickets.
         wanted: Those that wait, by index.
         last: The last index of them.
+        comparison: What is not as it was in the first run.
+        meter: What measures the region.
         count: How many tensors were saved.
         calls: How many calls were kept.
-        name: How an error names the region.
-        meter: What measures it.
-        error: What is not as it was in the first run.
+        stopper: What ends it.
         loans: What Paddle would never free of the replay's graph.
     """
 
     recording: Recording
     wanted: dict[int, Ticket]
     last: int
+    comparison: Comparison
+    meter: Meter | None
     count: int = 0
     calls: int = 0
-    name: str = ""
-    meter: Meter | None = None
-    error: Exception | None = None
     stopper: Stopper = attrs.field(factory=Stopper)
     loans: list[Loan] = attrs.field(factory=list)
     below: Frame | None = None
@@ -427,7 +427,8 @@ class SecondRun(Frame):
             for ticket in tickets
             if ticket is not None and ticket.value is None and id(ticket) in recording.waiting
         }
-        return cls(recording, wanted, max(wanted), name=region.name, meter=region.meter)
+        comparison = Comparison(region.name, recording.metadata, recording.lines, recording.is_open)
+        return cls(recording, wanted, max(wanted), comparison, region.meter)
 
     @contextlib.contextmanager
     def pushed(self) -> Iterator[None]:
@@ -461,16 +462,8 @@ class SecondRun(Frame):
 
     def _look(self, index: int, tensor: Any, item: Any, is_layers: bool) -> None:
         recording = self.recording
-        if index >= len(recording.metadata):
-            if not recording.is_open:
-                self._differ(index, "there was none", str(Metadata.of(tensor)))
-            return
-        before, now = recording.metadata[index], Metadata.of(tensor)
-        if before != now:
-            self._differ(index, f"it was {before.told(now)}", now.told(before))
-            return
-        if now.was_written(before):
-            self._refuse_write(index, before, now)
+        if not self.comparison.compare(index, tensor):
+            self.stopper.is_stopped = self.comparison.error is not None
             return
         ticket = self.wanted.get(index)
         if ticket is not None:
@@ -480,55 +473,17 @@ class SecondRun(Frame):
         if index == self.last and (recording.stops_early or recording.is_open):
             self.stopper.is_stopped = True
 
-    def _refuse_write(self, index: int, before: Metadata, now: Metadata) -> None:
-        msg = (
-            f"Cannot replay {self.name}: saved tensor {index} ({now}), which it reads from "
-            f"outside, was changed in place after the first run (version {before.version}, now "
-            f"{now.version}), so its gradients would be wrong. Change it after backward, or read "
-            "a clone of it."
-        )
-        self._end(MutationError(msg))
-
-    def _differ(self, index: int, before: str, now: str) -> None:
-        lines = self.recording.lines
-        msg = (
-            f"Cannot replay {self.name}: saved tensor {index} (of {len(self.recording.metadata)}) "
-            f"is {now}, and in the first run {before}. {_CAUSES}"
-        )
-        if lines is None:
-            msg += " debug=True shows the lines that save it."
-        else:
-            first = lines[index] if index < len(lines) else ["(nothing)"]
-            msg = "\n".join([msg, "In the first run:", *first, "In the replay:", *user_lines()])
-        self._end(ReplayMismatchError(msg))
-
-    def _end(self, error: Exception) -> None:
-        self.error = error
-        self.stopper.is_stopped = True
-
     def refuse_mismatch(self) -> None:
         """Afterwards: raise what was found."""
-        count = len(self.recording.metadata)
-        if self.error is None and self.count < count and not self.stopper.is_stopped:
-            msg = (
-                f"Cannot replay {self.name}: it saved {self.count} tensors for backward, and "
-                f"{count} in its first run. {_CAUSES}"
-            )
-            self.error = ReplayMismatchError(msg)
-        if self.error is not None:
-            raise self.error
+        if not self.stopper.is_stopped:
+            self.comparison.finish(self.count)
+        if self.comparison.error is not None:
+            raise self.comparison.error
 
     def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index = self.calls
         self.calls += 1
         if index < len(self.recording.calls):
             return self.recording.calls[index].again()
-        msg = f"it makes {index + 1} calls of keep, and {index} in its first run. {_CAUSES}"
+        msg = f"it makes {index + 1} calls of keep, and {index} in its first run. {CAUSES}"
         raise ReplayMismatchError(msg)
-
-
-_CAUSES = (
-    "A region has to do the same each time. Usual causes: it reads a global, an attribute or a "
-    "clock that has changed; it draws random numbers of a generator that is not restored; it "
-    "writes what it reads; it branches on a value that is not reproducible."
-)

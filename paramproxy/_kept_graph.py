@@ -20,7 +20,8 @@ from paramproxy._dispatch import Frame, pass_through, pushed, unpack
 from paramproxy._leaf import Handover, leaf_gradient
 from paramproxy._operand import as_intermediates
 from paramproxy._options import Options
-from paramproxy._region import Region, Replay, is_differentiable
+from paramproxy._region import Region, is_differentiable
+from paramproxy._replay import Replay
 from paramproxy._report import Meter
 from paramproxy._tree import unflatten
 from paramproxy.exceptions import ReplayMismatchError

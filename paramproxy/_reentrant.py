@@ -26,7 +26,8 @@ from paramproxy._caller import backward_frame, is_paddles
 from paramproxy._compat import EagerParamBase, Tensor, is_made_by_no_op, with_own_header
 from paramproxy._dispatch import fresh_stack, pushed, unpack
 from paramproxy._kept_graph import FirstRun, SecondRun
-from paramproxy._region import Region, Replay, is_differentiable
+from paramproxy._region import Region, is_differentiable
+from paramproxy._replay import Replay
 from paramproxy._tree import copy_attributes, unflatten
 from paramproxy.exceptions import RetainGraphWarning, UnsupportedError
 

@@ -29,10 +29,11 @@ from paramproxy._captured import Captured, Fixed, function_name
 from paramproxy._compat import EagerParamBase, Tensor
 from paramproxy._graph import reaches
 from paramproxy._hooks import hooks_registered_once
-from paramproxy._leaf import Handover, leaf_gradient
-from paramproxy._operand import Operand, as_intermediates, as_roots
+from paramproxy._leaf import Handover
+from paramproxy._operand import Operand, as_intermediates
 from paramproxy._options import Options
 from paramproxy._rebind import Rebinder
+from paramproxy._replay import Replay
 from paramproxy._report import Meter, meter
 from paramproxy._settings import recomputing
 from paramproxy._tree import alias, hidden_tensors
@@ -45,38 +46,12 @@ from paramproxy.exceptions import (
 )
 
 
-__all__ = ["Region", "Replay", "is_differentiable"]
+__all__ = ["Region", "is_differentiable"]
 
 
 Context = contextlib.AbstractContextManager[Any]
 
 _NEVER: Context = contextlib.nullcontext()
-
-
-@attrs.define(eq=False)
-class Replay:
-    """The second run: its result, on a fresh graph built on stand-ins."""
-
-    result: Result
-    operands: list[tuple[Operand, Any]]
-    handover: Handover
-
-    def run_backward(self, outputs: list[tuple[Any, Any]]) -> None:
-        """Run the graph backward from these outputs, each with its gradient."""
-        with grad_mode(True):
-            roots = as_roots([output for output, _ in outputs])
-        with final_hooks_kept():
-            paddle.autograd.backward(roots, [gradient for _, gradient in outputs])
-
-    def gradients(self) -> list[Any]:
-        """Hand over the gradient of each differentiable operand."""
-        gradients = []
-        for operand, standin in self.operands:
-            if not operand.stop_gradient:
-                gradient = leaf_gradient(standin)
-                gradients.append(operand.no_gradient(standin) if gradient is None else gradient)
-        self.handover.done = True
-        return gradients
 
 
 @attrs.define(eq=False)

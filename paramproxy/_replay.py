@@ -1,0 +1,48 @@
+"""A second run with a graph of its own, which is run backward from inside backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import attrs
+import paddle
+
+from paramproxy._ambient import final_hooks_kept, grad_mode
+from paramproxy._call import Result
+from paramproxy._leaf import Handover, leaf_gradient
+from paramproxy._operand import Operand, as_roots
+
+
+__all__ = ["Replay"]
+
+
+@attrs.define(eq=False)
+class Replay:
+    """The second run: its result, on a fresh graph built on stand-ins.
+
+    Attributes:
+        result: What the function returned.
+        operands: Each operand with its stand-in.
+        handover: How far the leaves among them have come.
+    """
+
+    result: Result
+    operands: list[tuple[Operand, Any]]
+    handover: Handover
+
+    def run_backward(self, outputs: list[tuple[Any, Any]]) -> None:
+        """Run the graph backward from these outputs, each with its gradient."""
+        with grad_mode(True):
+            roots = as_roots([output for output, _ in outputs])
+        with final_hooks_kept():
+            paddle.autograd.backward(roots, [gradient for _, gradient in outputs])
+
+    def gradients(self) -> list[Any]:
+        """Hand over the gradient of each differentiable operand."""
+        gradients = []
+        for operand, standin in self.operands:
+            if not operand.stop_gradient:
+                gradient = leaf_gradient(standin)
+                gradients.append(operand.no_gradient(standin) if gradient is None else gradient)
+        self.handover.done = True
+        return gradients
