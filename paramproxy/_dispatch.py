@@ -36,7 +36,7 @@ from paramproxy._compat import (
     register_saved_tensors_hooks,
     reset_saved_tensors_hooks,
     saved_tensors_hooks,
-    untraced,
+    set_eval_frame,
 )
 from paramproxy._saved import NONE, NOTHING, Kept, Packed, keep
 from paramproxy.exceptions import UnsupportedError
@@ -175,16 +175,22 @@ _dispatcher = _Dispatcher()
 atexit.register(_dispatcher.shut_down)
 
 
-@untraced
 def _pack(tensor: Any) -> Any:
-    """The pack hook: the only one that Paddle knows."""
-    is_layers = sys._getframe(2).f_code is SAVE_FOR_BACKWARD  # past the wrapper
-    if tensor is NONE:  # which a PyLayer may save
-        return NOTHING
-    if _local.frames:
-        return _local.frames[-1].take(tensor, None, is_layers)
-    _dispatcher.see_other_thread()
-    return pass_through(tensor, is_layers)
+    """The pack hook: the only one that Paddle knows.
+
+    No wrapper around it: see `Stopper.clean_up`.
+    """
+    traced = set_eval_frame(None)
+    try:
+        is_layers = sys._getframe(1).f_code is SAVE_FOR_BACKWARD
+        if tensor is NONE:  # which a PyLayer may save
+            return NOTHING
+        if _local.frames:
+            return _local.frames[-1].take(tensor, None, is_layers)
+        _dispatcher.see_other_thread()
+        return pass_through(tensor, is_layers)
+    finally:
+        set_eval_frame(traced)
 
 
 def unpack(packed: Any) -> Any:

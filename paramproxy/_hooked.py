@@ -325,6 +325,7 @@ class Recording:
         second = SecondRun.of(self, region)
         with fresh_stack():
             region.rerun(self.kept, second.pushed, second.stopper)
+        second.stopper.clean_up()
         second.refuse_mismatch()
 
     def __del__(self) -> None:
@@ -477,8 +478,12 @@ class SecondRun(Frame):
         """Afterwards: raise what was found."""
         if not self.stopper.is_stopped:
             self.comparison.finish(self.count)
-        if self.comparison.error is not None:
-            raise self.comparison.error
+        error, self.comparison.error = self.comparison.error, None
+        if error is not None:
+            try:
+                raise error
+            finally:
+                del error  # its traceback holds this frame
 
     def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         index = self.calls

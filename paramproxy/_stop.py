@@ -1,8 +1,9 @@
 """Early stop: end a replay where the last tensor that anybody waits for was saved.
 
 That is an exception through Paddle's C++. It leaves two things behind: grad mode
-off, which the end of the replay restores, and the tensor that the pack hook was
-called with, for good. So that tensor is emptied first.
+off, which the end of the replay restores, and the arguments that the pack hook was
+called with, for good. So the tensor among them is emptied first, and the reference
+that nobody will ever drop is dropped here.
 
 What a PyLayer saves is the user's own object, and an exception in a PyLayer's
 forward leaves its whole context behind. There the stop waits for the next
@@ -11,6 +12,8 @@ operator outside of it that saves something.
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import sys
 import types
 from typing import Any
@@ -41,6 +44,7 @@ class Stopper:
 
     is_stopped: bool = False
     _root: types.FrameType | None = None
+    _arguments: list[tuple[Any]] = attrs.field(factory=list)
 
     def __enter__(self) -> None:
         self._root = sys._getframe(1)
@@ -58,8 +62,16 @@ class Stopper:
         """
         self.is_stopped = True
         if not is_layers and not self._is_in_a_layer():
-            tensor.reconstruct_from_(Tensor())
+            tensor.reconstruct_from_(_EMPTY)
+            self._arguments += _arguments_with(tensor)
             raise ReplayStopped
+
+    def clean_up(self) -> None:
+        """Once the exception is gone: free what Paddle called the pack hook with."""
+        while self._arguments:
+            arguments = self._arguments.pop()
+            if sys.getrefcount(arguments) == _OURS + 1:
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(arguments))
 
     def _is_in_a_layer(self) -> bool:
         frame: Any = sys._getframe(2)
@@ -68,6 +80,21 @@ class Stopper:
                 return True
             frame = frame.f_back
         return False
+
+
+_EMPTY = Tensor()
+# Of an object in one variable: that, and the argument of getrefcount.
+_OURS = 2
+# With its collector switched off, Python lists every object as young.
+_MANY = 5000
+
+
+def _arguments_with(tensor: Any) -> list[tuple[Any]]:
+    """The tuple in which C++ handed over the tensor, which is one of the youngest objects."""
+    if gc.get_count()[0] > _MANY:
+        return []
+    young = gc.get_objects(generation=0)
+    return [t for t in young if type(t) is tuple and len(t) == 1 and t[0] is tensor]
 
 
 def _is_forward(frame: types.FrameType) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import sys
 
 import numpy as np
 import paddle
@@ -160,3 +162,20 @@ def test_a_stop_leaves_nothing_behind():
             hooked(region, x * 1.0).sum().backward()
 
     assert growth(step) == 0
+
+
+@pytest.mark.parametrize("region", [lambda a: paddle.exp(a) + 1.0, lambda a: paddle.exp(a * a) * a])
+def test_not_even_a_python_object(region):
+    """What the pack hook was called with when it raised."""
+    x = tensor([1.0])
+
+    def blocks(steps):
+        for _ in range(steps):
+            hooked(region, x * 1.0).sum().backward()
+            x.clear_gradient(False)
+        gc.collect()
+        return sys.getallocatedblocks()
+
+    before = blocks(400)
+    for_each = (blocks(400) - before) / 400
+    assert for_each < (4 if PACKED_VALUES_LEAK else 1)

@@ -178,6 +178,20 @@ STEPS = {
 }
 
 
+@pytest.mark.parametrize("make", [fails_the_second_time, differs_the_second_time])
+def test_a_failed_replay_needs_no_garbage_collector(make):
+    gc.collect()
+    gc.disable()
+    try:
+        region = make()
+        dead = weakref.ref(region)
+        backward_that_fails(hooked(region, tensor(np.ones(8)) * 1.0))
+        del region
+        assert dead() is None
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize("name", list(STEPS))
 def test_no_step_leaves_a_byte_behind(name):
     x, w = tensor(np.zeros((128, 128))), param(np.zeros((128, 128)))
