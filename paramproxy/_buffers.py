@@ -142,7 +142,12 @@ class Buffers:
                 for buffer in layer.buffers.values():
                     if buffer is not None:
                         stack.enter_context(_silent_writes_noted(buffer, written))
-            yield
+            try:
+                yield
+            finally:  # also where the replay of a region around ends this first run
+                self._note(captured, written)
+
+    def _note(self, captured: Captured, written: list[Any]) -> None:
         if self.bindings:
             written += [t for layer, mode in captured.layers if mode for t in _statistics(layer)]
         written += [t for t, version in self.versions if t._inplace_version() != version]

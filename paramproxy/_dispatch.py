@@ -232,7 +232,10 @@ def fresh_stack() -> Iterator[None]:
     try:
         yield
     finally:
-        _local.frames = hidden
+        left, _local.frames = _local.frames, hidden
+        for frame in left:  # entered by hand, and never left
+            if isinstance(frame, CallerHooks) and frame.before is not None:
+                _dispatcher.leave(frame.before)
 
 
 def is_registered(hook: Callable[[Any], Any]) -> bool:
@@ -275,8 +278,11 @@ class CallerHooks(Frame):
         return bool(module == paddle_recompute().__name__)
 
     def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
-        packed = self.packed(tensor)
-        return packed if self.below is None else self.below.take(tensor, packed, is_layers)
+        if self.below is None:
+            return self.packed(tensor)
+        # An early stop of the region around empties what the hook was called with.
+        packed = self.packed(keep(tensor, is_layers))
+        return self.below.take(tensor, packed, is_layers)
 
     def packed(self, tensor: Any) -> Packed:
         return Packed(self.hooks.pack_hook(tensor), self.hooks.unpack_hook)

@@ -296,6 +296,8 @@ class Recording:
             if tensor is value:
                 refuse_change(tensor, ticket.version)
         except BaseException as exc:
+            if ticket.index >= 0:
+                ticket.value = None  # Paddle never frees a ticket that it could not hand in
             raise self.mode.restored_by(exc) from exc
         if ticket.twin is not None:
             tensor = ticket.twin.filled(tensor)

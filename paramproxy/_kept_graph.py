@@ -137,7 +137,9 @@ class KeptGraph:
         if not positions:
             return self.value()
         if all(tensor.stop_gradient for tensor in inputs):
-            if not self.region.captured.parameters:
+            captured = self.region.captured
+            others = [*captured.parameters, *(fixed.tensor for fixed in captured.fixed)]
+            if all(tensor.stop_gradient for tensor in others):
                 return self.value()
             inputs.append(_dummy())
         return self.value(dict(zip(positions, _KeptCall.apply(_Box(self, positions), *inputs))))

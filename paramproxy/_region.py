@@ -161,12 +161,18 @@ class Region:
     def first_run(self, tensors: list[Any], *, record: bool) -> Any:
         """Call the function on the caller's own objects."""
         timed = contextlib.nullcontext() if self.meter is None else self.meter.first_run()
-        with grad_mode(record), self.buffers.watched(self.captured), timed:
-            value = self.function(*self.call.args, **self.call.kwargs)
-        self.ambient = self.ambient.without_untouched()
-        self._refuse_own_changes(tensors)
-        self.call.release()
-        self.hidden = []
+        try:
+            with grad_mode(record), self.buffers.watched(self.captured), timed:
+                value = self.function(*self.call.args, **self.call.kwargs)
+        finally:
+            # Where the replay of a region around ends this first run, what it
+            # has saved so far is waited for all the same.
+            self.ambient = self.ambient.without_untouched()
+            changed = self._own_change(tensors)
+            self.call.release()
+            self.hidden = []
+        if changed is not None:
+            self._refuse_own_change(changed)
         return value
 
     def record(self, result: Result, tensors: list[Any]) -> None:
@@ -217,20 +223,23 @@ class Region:
         msg = f"Cannot recompute {self.name}: {self.call.name_at(position)} {why}."
         raise UnsupportedError(msg)
 
-    def _refuse_own_changes(self, tensors: list[Any]) -> None:
-        """Refuse a function that overwrites what its replay has to start from."""
+    def _own_change(self, tensors: list[Any]) -> Operand | None:
+        """What the function overwrote of what its replay has to start from.
+
+        A captured tensor without a gradient is state, and may be written.
+        """
+        changed = None
         for index, (operand, tensor) in enumerate(zip(self.operands, tensors)):
             if not operand.was_changed(tensor) or operand.was_only_returned(tensor):
                 continue
             if index >= len(self.call.places) and operand.stop_gradient:
                 operand.is_state = True
-                continue
-            self._refuse_own_change(operand)
+            else:
+                changed = changed or operand
         for operand, fixed, _ in self.fixed:
             operand.is_state = operand.was_changed(fixed.tensor)
-        for operand in self.weights:
-            if operand.was_changed(operand.parameter):
-                self._refuse_own_change(operand)
+        written = (weight for weight in self.weights if weight.was_changed(weight.parameter))
+        return changed or next(written, None)
 
     def _refuse_own_change(self, operand: Operand) -> None:
         msg = (

@@ -28,7 +28,7 @@ __all__ = ["ReplayStopped", "Stopper"]
 
 
 class ReplayStopped(BaseException):
-    """Raised through the user's function; no `Exception`, which that might catch."""
+    """Raised through the user's function, in which Paddle makes an `OSError` of it."""
 
 
 @attrs.define(eq=False)
@@ -44,6 +44,7 @@ class Stopper:
 
     is_stopped: bool = False
     _root: types.FrameType | None = None
+    _was_raised: bool = False
     _arguments: list[tuple[Any]] = attrs.field(factory=list)
 
     def __enter__(self) -> None:
@@ -61,9 +62,12 @@ class Stopper:
             is_layers: Whether a PyLayer saves it.
         """
         self.is_stopped = True
+        if self._was_raised and sys.exc_info()[1] is not None:
+            return  # in a `finally` of the user's, which is to be run to its end
         if not is_layers and not self._is_in_a_layer():
             tensor.reconstruct_from_(_EMPTY)
             self._arguments += _arguments_with(tensor)
+            self._was_raised = True
             raise ReplayStopped
 
     def clean_up(self) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 
 import numpy as np
 import paddle
 import pytest
 from support import MODES, Counted, allocated, hooked, param, plain, same, tensor, values
+
+from paramproxy import recompute
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:When training, we now always track")
@@ -53,6 +57,7 @@ def first_none(layer, new):
     layer.average.add_(layer.state - layer.average)
 
 
+NESTED = [m for depth in (2, 3) for m in itertools.product([True, False], repeat=depth)]
 WRITES = [add, assign, set_value, copy, rebind, first_none]
 
 
@@ -67,6 +72,45 @@ def test_a_buffer_is_written_once_and_read_as_the_first_run_found_it(write, run)
         return values(layer.average), values(x.grad)
 
     same(scenario, runs=(run,))
+
+
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("modes", NESTED)
+def test_in_nested_regions_too(write, modes):
+    """The early stop of the outer replay ends the inner first run before its end."""
+
+    def nested(function, *args):
+        for mode in modes:
+            function = functools.partial(recompute, function, use_reentrant=mode)
+        return function(*args)
+
+    def scenario(run):
+        layer, x = Moves(write), tensor([1.0, 2.0])
+        for _ in range(2):
+            run(lambda a: layer(paddle.exp(a * 0.1)), x * 1.0).sum().backward()
+        return values(layer.average), values(x.grad)
+
+    same(scenario, runs=(nested,))
+
+
+@pytest.mark.parametrize("modes", NESTED)
+def test_a_captured_tensor_that_is_state_in_nested_regions(modes):
+    def nested(function, *args):
+        for mode in modes:
+            function = functools.partial(recompute, function, use_reentrant=mode)
+        return function(*args)
+
+    def scenario(run):
+        count, x = tensor([0.0], grad=False), tensor([1.0])
+
+        def region(a):
+            count.add_(paddle.ones([1]))
+            return paddle.tanh(a * 2.0) * count.clone()
+
+        run(region, x * 1.0).sum().backward()
+        return values(count), values(x.grad)
+
+    same(scenario, runs=(nested,))
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,41 @@ def test_inside_a_region_they_see_both_runs():
     same(scenario, runs=(hooked,))
 
 
+@pytest.mark.parametrize("pack", [lambda t: t, lambda t: {"kept": t}], ids=["itself", "box"])
+def test_hooks_inside_that_keep_what_they_get(pack):
+    """An early stop empties what the pack hook was called with."""
+
+    def unpack(packed):
+        return packed["kept"] if isinstance(packed, dict) else packed
+
+    def scenario(run):
+        def region(a):
+            with paddle.autograd.saved_tensors_hooks(pack, unpack):
+                return paddle.exp(a)
+
+        x = tensor([1.0, 2.0])
+        run(region, x * 1.0).sum().backward()
+        return values(x.grad)
+
+    expected = values(paddle.exp(tensor([1.0, 2.0])))
+    assert scenario(hooked) == expected
+    assert scenario(lambda f, a: hooked(lambda b: hooked(f, b), a)) == expected
+
+
+def test_hooks_that_are_entered_by_hand_and_never_left():
+    def region(a):
+        hooks = paddle.autograd.saved_tensors_hooks(lambda t: t.numpy(), paddle.to_tensor)
+        hooks.__enter__()
+        b = paddle.exp(a)
+        hooks.__exit__(None, None, None)
+        return b
+
+    x = tensor([1.0])
+    hooked(region, x * 1.0).sum().backward()
+    assert values(x.grad) == pytest.approx([np.e])
+    assert is_clean()
+
+
 def test_two_pairs_raise_as_in_paddle_outside_and_nest_inside():
     one, other = SeenBox(), SeenBox()
     with one, pytest.raises(ValueError, match="only one pair of hooks"):

@@ -139,6 +139,21 @@ def test_contexts_and_finally_blocks_of_the_function_are_left():
     assert left == ["scope", "finally"] * 2
 
 
+def test_a_finally_block_that_runs_an_operator_is_run_to_its_end():
+    """On Paddle 2.6 what that operator saves counts as needed, and the stop comes there."""
+    ended, w = [], param([1.0])
+
+    def region(a):
+        try:
+            return paddle.exp(a)
+        finally:
+            paddle.tanh(w)
+            ended.append(1)
+
+    hooked(region, tensor([1.0]) * 1.0).sum().backward()
+    assert len(ended) == (1 if PACKED_VALUES_LEAK else 2)
+
+
 @pytest.mark.parametrize("no_grad", [True, False])
 def test_grad_mode_is_as_it_was(no_grad):
     s = hooked(lambda a: paddle.exp(a), tensor([1.0]) * 1.0).sum()

@@ -124,6 +124,22 @@ def test_a_weight_that_only_it_reads_has_its_gradient(run, cut):
     same(scenario, runs=(run,))
 
 
+SCALE = tensor([0.3, 0.5])
+
+
+@pytest.mark.parametrize("run", MODES)
+def test_a_global_tensor_that_only_it_reads_has_its_gradient(run):
+    def scenario(run):
+        x = tensor([1.0, 2.0])
+        SCALE.clear_gradient(False)
+        run(
+            lambda a: a * keep(lambda t: paddle.tanh(t * SCALE), a.detach()), x * 1.0
+        ).sum().backward()
+        return values(x.grad), values(SCALE.grad)
+
+    same(scenario, runs=(run,))
+
+
 @pytest.mark.parametrize("run", MODES)
 def test_what_it_returns_has_its_flags(run):
     seen = []

@@ -11,7 +11,7 @@ import pytest
 from support import FusedLinear, growth, held, hooked, param, plain, tensor
 
 import paramproxy
-from paramproxy import keep, recompute
+from paramproxy import keep, recompute, set_checkpoint_early_stop
 
 
 SIZE = 2**14
@@ -117,8 +117,31 @@ def differs_the_second_time():
     return region
 
 
+def inner_replay_that_fails(x):
+    inner = fails_the_third_time()
+    return hooked(lambda a: hooked(inner, paddle.exp(a)), x)
+
+
+def fails_the_third_time():
+    calls = []
+
+    def region(a):
+        calls.append(1)
+        b = paddle.tanh(a)
+        if len(calls) == 3:
+            raise ValueError
+        return paddle.exp(b)
+
+    return region
+
+
+def overwrites(x, w):
+    with set_checkpoint_early_stop(False):
+        return hooked(lambda a: paddle.exp(a).add_(w.detach()) * 1.0, x)
+
+
 def backward_that_fails(y):
-    with pytest.raises(OSError, match="Replay"):
+    with pytest.raises(OSError, match=r"Replay|Mutation"):
         y.sum().backward()
 
 
@@ -140,6 +163,8 @@ STEPS = {
         hooked(lambda a: (paddle.exp(a), paddle.tanh(a)), x)[0].sum().backward()
     ),
     "failing replay": lambda x, w: backward_that_fails(hooked(fails_the_second_time(), x)),
+    "failing inner replay": lambda x, w: backward_that_fails(inner_replay_that_fails(x)),
+    "overwritten": lambda x, w: backward_that_fails(overwrites(x, w)),
     "other replay": lambda x, w: backward_that_fails(hooked(differs_the_second_time(), x)),
     "saved": lambda x, w: (
         hooked(lambda a: paddle.tanh(paddle.exp(a) * w), x, policy=paramproxy.save_everything)
