@@ -94,11 +94,14 @@ _MANY = 5000
 
 
 def _arguments_with(tensor: Any) -> list[tuple[Any]]:
-    """The tuple in which C++ handed over the tensor, which is one of the youngest objects."""
+    """The tuple in which C++ handed over the tensor, which is one of the youngest objects.
+
+    Some of those are tuples that C++ has not filled yet, and may not be indexed.
+    """
     if gc.get_count()[0] > _MANY:
         return []
-    young = gc.get_objects(generation=0)
-    return [t for t in young if type(t) is tuple and len(t) == 1 and t[0] is tensor]
+    young = [t for t in gc.get_objects(generation=0) if type(t) is tuple and len(t) == 1]
+    return [t for t in young if any(item is tensor for item in gc.get_referents(t))]
 
 
 def _is_forward(frame: types.FrameType) -> bool:

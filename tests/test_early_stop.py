@@ -179,6 +179,30 @@ def test_a_stop_leaves_nothing_behind():
     assert growth(step) == 0
 
 
+def test_a_stop_while_a_layer_reads_what_it_saved():
+    """Paddle has made the tuple that it hands to the layer, and not filled it yet."""
+
+    class Square(paddle.autograd.PyLayer):
+        @staticmethod
+        def forward(ctx, a):
+            ctx.save_for_backward(a)
+            return a * a
+
+        @staticmethod
+        def backward(ctx, dy):
+            (a,) = ctx.saved_tensor()
+            return dy * 2.0 * a
+
+    def scenario(run):
+        x = tensor([0.5])
+        y, _ = run(lambda a: (Square.apply(a), paddle.tanh(a)), x * 1.0)
+        y.sum().backward()
+        return values(x.grad)
+
+    for _ in range(20):
+        assert scenario(hooked) == scenario(plain) == [1.0]
+
+
 @pytest.mark.parametrize("region", [lambda a: paddle.exp(a) + 1.0, lambda a: paddle.exp(a * a) * a])
 def test_not_even_a_python_object(region):
     """What the pack hook was called with when it raised."""
