@@ -86,7 +86,9 @@ def run(region: Region, tensors: list[Any], offload: set[int], options: Options)
         hooks=_hooks_around(),
     )
     frame = FirstRun(recording)
-    with pushed(frame, recording.unpack):
+    # Inside of another region what is saved has to be its graph's, hook and all.
+    is_inner = isinstance(region_frame(), (SecondRun, Once))
+    with pushed(frame, None if is_inner else recording.unpack):
         frame.find_owner()
         value = region.first_run(tensors, record=True)
     recording.close()

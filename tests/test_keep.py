@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import random
 
@@ -212,6 +213,24 @@ def test_a_region_in_it_is_recomputed(run):
     inner.calls = 0
     assert scenario(run, keep) == pytest.approx(expected)
     assert inner.calls == 2
+
+
+@pytest.mark.parametrize("run", MODES)
+@pytest.mark.parametrize("inner", MODES)
+def test_a_region_that_is_all_there_is_in_it(run, inner):
+    """Nothing else of the outer region's graph holds what the outer region has kept."""
+
+    def scenario(run, inner, keep):
+        x = tensor([0.1, 0.2])
+        y = run(
+            lambda a: keep(lambda b: inner(lambda c: paddle.tanh(paddle.exp(c)), b), a), x * 1.0
+        )
+        gc.collect()
+        y.sum().backward()
+        return values(x.grad)
+
+    expected = scenario(plain, plain, lambda f, a: f(a))
+    assert scenario(run, inner, keep) == pytest.approx(expected)
 
 
 SIZE = 2**14
