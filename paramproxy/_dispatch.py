@@ -58,6 +58,8 @@ __all__ = [
 class Frame:
     """What a tensor that is saved for backward goes through, in one thread."""
 
+    runs_once = False
+    """Whether it is that of a kept call."""
     under: Frame | None = None
     """The next frame down."""
     below: Frame | None = None

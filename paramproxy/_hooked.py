@@ -369,7 +369,7 @@ class FirstRun(Frame):
 
     def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         streams = self.recording.streams
-        if self.below is not None and not isinstance(self.below, Once):
+        if self.below is not None and not self.below.runs_once:
             value = self.below.keep(function, args, kwargs)
         else:
             with pushed(Once(self)):
@@ -382,6 +382,8 @@ class FirstRun(Frame):
 @attrs.define(eq=False)
 class Once(Frame):
     """The frame of a kept call in a first run: what it saves is kept."""
+
+    runs_once = True
 
     first: FirstRun
     below: Frame | None = None

@@ -204,6 +204,8 @@ class _Transparent(Frame):
 class _Inside(_Transparent):
     """The frame of a kept call."""
 
+    runs_once = True
+
     meter: Meter | None = None
 
     def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:

@@ -217,6 +217,26 @@ def test_a_region_in_it_is_recomputed(run):
 
 @pytest.mark.parametrize("run", MODES)
 @pytest.mark.parametrize("inner", MODES)
+def test_a_kept_call_of_a_region_in_it(run, inner):
+    kept, around = Counted(paddle.nn.functional.sigmoid), Counted(paddle.exp)
+
+    def scenario(run, inner, keep):
+        x = tensor([0.1, 0.2])
+
+        def block(a):
+            return paddle.tanh(keep(kept, around(a)))
+
+        run(lambda a: keep(lambda b: inner(block, b) * b, a * 2.0), x * 1.0).sum().backward()
+        return values(x.grad)
+
+    expected = scenario(plain, plain, lambda f, *a: f(*a))
+    kept.calls = around.calls = 0
+    assert scenario(run, inner, keep) == pytest.approx(expected)
+    assert (kept.calls, around.calls) == (1, 2)
+
+
+@pytest.mark.parametrize("run", MODES)
+@pytest.mark.parametrize("inner", MODES)
 def test_a_region_that_is_all_there_is_in_it(run, inner):
     """Nothing else of the outer region's graph holds what the outer region has kept."""
 
