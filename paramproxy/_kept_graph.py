@@ -131,8 +131,6 @@ class KeptGraph:
             if not operand.stop_gradient:
                 operand.is_leaf = tensor.is_leaf
                 inputs.append(tensor)
-        if self.random is not None:
-            self.random.restore()
         positions = self.differentiable
         if not positions:
             return self.value()
@@ -231,7 +229,7 @@ class FirstRun(_Transparent):
 
     def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if isinstance(self.below, SecondRun):
-            graph = self.below.next_graph(function)
+            graph = self.below.next_graph()
         else:
             graph = KeptGraph.of(
                 function,
@@ -257,7 +255,8 @@ class SecondRun(_Transparent):
             self.region.meter.see(tensor)
         return super().take(tensor, item, is_layers)
 
-    def next_graph(self, function: Any) -> KeptGraph:
+    def next_graph(self) -> KeptGraph:
+        """The graph of the call that is made now. What it had drawn counts as drawn."""
         index = self.calls
         self.calls += 1
         if index == len(self.region.kept_calls):
@@ -267,7 +266,9 @@ class SecondRun(_Transparent):
             )
             raise ReplayMismatchError(msg)
         graph: KeptGraph = self.region.kept_calls[index]
+        if graph.random is not None:
+            graph.random.restore()
         return graph
 
     def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self.next_graph(function).tied(function, args, kwargs)
+        return self.next_graph().tied(function, args, kwargs)

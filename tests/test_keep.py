@@ -186,6 +186,26 @@ def test_what_is_drawn_after_a_random_call_is_the_same_in_both_runs(run):
     assert drawn[0] == drawn[1]
 
 
+@pytest.mark.parametrize("modes", MODES_NESTED)
+def test_what_is_drawn_after_a_random_call_in_nested_regions(modes):
+    def nested(function, *args):
+        for mode in modes:
+            function = functools.partial(recompute, function, use_reentrant=mode)
+        return function(*args)
+
+    def scenario(run):
+        dropout = paddle.nn.functional.dropout
+        x = tensor(np.ones(16))
+
+        def block(a):
+            return run(lambda b: paddle.exp(keep(dropout, b, 0.5) * 0.1), a) * paddle.rand([16])
+
+        run(block, x * 1.0).sum().backward()
+        return values(x.grad), values(paddle.rand([2]))
+
+    same(scenario, runs=(nested,))
+
+
 @pytest.mark.parametrize("run", MODES)
 def test_it_is_no_replay_and_a_keep_in_it_is_a_plain_call(run):
     inner, seen = Counted(paddle.exp), []
