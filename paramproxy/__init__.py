@@ -2,7 +2,13 @@
 
 import sys
 
-from paramproxy._compat import keep_out_of_to_static
+from paramproxy._compat import custom_state_manager, keep_out_of_to_static
+from paramproxy._drop_in import (
+    check_recompute_necessary,
+    detach_variable,
+    switch_rng_state_tracker,
+)
+from paramproxy._hybrid import recompute_hybrid
 from paramproxy._keep import keep
 from paramproxy._leaf import ParamLeaf
 from paramproxy._policy import (
@@ -17,6 +23,7 @@ from paramproxy._policy import (
 )
 from paramproxy._recompute import checkpoint, recompute
 from paramproxy._report import Report, ReportRow, report
+from paramproxy._sequential import recompute_sequential
 from paramproxy._settings import (
     is_recomputing,
     set_checkpoint_debug_enabled,
@@ -36,6 +43,7 @@ from paramproxy.exceptions import (
     RetainGraphWarning,
     UnsupportedError,
 )
+from paramproxy.patching import patch, patch_where_asked, unpatch
 
 
 __all__ = [
@@ -56,13 +64,19 @@ __all__ = [
     "SavedTensor",
     "UnsupportedError",
     "__version__",
+    "check_recompute_necessary",
     "checkpoint",
+    "custom_state_manager",
     "detach",
+    "detach_variable",
     "grads",
     "is_recomputing",
     "keep",
     "offload_over",
+    "patch",
     "recompute",
+    "recompute_hybrid",
+    "recompute_sequential",
     "report",
     "save_everything",
     "save_nothing",
@@ -70,7 +84,10 @@ __all__ = [
     "save_under",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
+    "switch_rng_state_tracker",
+    "unpatch",
     "unwrap",
 ]
 
 keep_out_of_to_static(sys.modules[__name__])
+patch_where_asked()

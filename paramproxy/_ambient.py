@@ -23,7 +23,45 @@ from paramproxy._compat import (
 )
 
 
-__all__ = ["Ambient", "GradMode", "final_hooks_kept", "grad_mode", "streams_kept"]
+__all__ = [
+    "Ambient",
+    "CustomState",
+    "GradMode",
+    "RandomState",
+    "final_hooks_kept",
+    "grad_mode",
+    "streams_kept",
+]
+
+
+@attrs.frozen
+class CustomState:
+    """A random state of the user's own.
+
+    Attributes:
+        value: The state.
+        get: Gives it as it is now.
+        set: Sets it.
+    """
+
+    value: Any
+    get: Any
+    set: Any
+
+    @classmethod
+    def capture(cls) -> CustomState | None:
+        """What is registered with `custom_state_manager`, if there is anything."""
+        get = custom_state_manager.custom_get_state_func
+        if get is None:
+            return None
+        return cls(get(), get, custom_state_manager.custom_set_state_func)
+
+    def capture_again(self) -> CustomState:
+        """The same as it is now."""
+        return attrs.evolve(self, value=self.get())
+
+    def restore(self) -> None:
+        self.set(self.value)
 
 
 @attrs.frozen
@@ -33,33 +71,36 @@ class RandomState:
     Attributes:
         paddle: The generators of the current device.
         tracker: The named states of the hybrid-parallel tracker.
-        custom: What the function registered with Paddle's own
-            `custom_state_manager` returned, or None.
+        custom: A state of the user's own, or None.
         numpy: numpy's global generator; None to leave it alone.
         python: The `random` module's; None to leave it alone.
     """
 
     paddle: Any
     tracker: Any
-    custom: Any
+    custom: CustomState | None
     numpy: Any
     python: Any
 
     @classmethod
     def capture(cls, *, numpy: bool = True, python: bool = True) -> RandomState:
-        manager = custom_state_manager()
-        get_custom = getattr(manager, "custom_get_state_func", None)
         return cls(
             paddle=paddle.get_rng_state(),
             tracker=get_rng_state_tracker().get_states_tracker(),
-            custom=None if get_custom is None else get_custom(),
+            custom=CustomState.capture(),
             numpy=np.random.get_state(legacy=False) if numpy else None,
             python=random.getstate() if python else None,
         )
 
     def capture_again(self) -> RandomState:
         """The same streams as they are now."""
-        return RandomState.capture(numpy=self.numpy is not None, python=self.python is not None)
+        return RandomState(
+            paddle=paddle.get_rng_state(),
+            tracker=get_rng_state_tracker().get_states_tracker(),
+            custom=None if self.custom is None else self.custom.capture_again(),
+            numpy=None if self.numpy is None else np.random.get_state(legacy=False),
+            python=None if self.python is None else random.getstate(),
+        )
 
     def moved_on(self) -> RandomState:
         """The same streams as they are now, without those that nobody drew from since."""
@@ -85,13 +126,23 @@ class RandomState:
         """Put every stream back, the rest of them also when one refuses."""
         with contextlib.ExitStack() as stack:
             if self.custom is not None:
-                stack.callback(custom_state_manager().custom_set_state_func, self.custom)
+                stack.callback(self.custom.restore)
             if self.python is not None:
                 stack.callback(random.setstate, self.python)
             if self.numpy is not None:
                 stack.callback(np.random.set_state, self.numpy)
             stack.callback(get_rng_state_tracker().set_states_tracker, self.tracker)
             stack.callback(paddle.set_rng_state, self.paddle)
+
+    @contextlib.contextmanager
+    def restored(self) -> Iterator[None]:
+        """These streams for a block; afterwards as they are now."""
+        now = self.capture_again()
+        try:
+            self.restore()
+            yield
+        finally:
+            now.restore()
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -1,4 +1,6 @@
-"""What the caller of a backward asked for: it is on the Python stack, nowhere else.
+"""The user's code around us: what it asked a backward for, and where to warn it.
+
+What the caller of a backward asked for is on the Python stack, and nowhere else.
 
 Paddle's autograd tells a hook neither `retain_graph` nor which function started
 it. While it runs, the frame of `Tensor.backward`, `paddle.autograd.backward` or
@@ -9,9 +11,10 @@ from __future__ import annotations
 
 import sys
 import types
+import warnings
 
 
-__all__ = ["backward_frame", "is_paddles", "keeps_graph", "makes_graph"]
+__all__ = ["backward_frame", "is_paddles", "is_users", "keeps_graph", "makes_graph", "warn"]
 
 
 def backward_frame() -> types.FrameType | None:
@@ -47,3 +50,23 @@ def makes_graph() -> bool:
 def is_paddles(frame: types.FrameType) -> bool:
     """Whether the frame runs code of Paddle's own."""
     return frame.f_globals.get("__name__", "").partition(".")[0] in ("paddle", "decorator")
+
+
+def is_users(frame: types.FrameType) -> bool:
+    """Whether the frame runs neither our code nor Paddle's."""
+    is_ours = frame.f_globals.get("__name__", "").partition(".")[0] == "paramproxy"
+    return not (is_ours or is_paddles(frame))
+
+
+def warn(message: str, category: type[Warning] = UserWarning) -> None:
+    """Warn at the line of the user's code that has led here."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not is_users(frame):
+        frame = frame.f_back
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )

@@ -56,6 +56,7 @@ __all__ = [
     "keep_out_of_to_static",
     "mark_recomputed",
     "paddle_recompute",
+    "paddle_recompute_hybrid",
     "paddle_version",
     "register_saved_tensors_hooks",
     "reset_saved_tensors_hooks",
@@ -111,9 +112,14 @@ BATCH_NORMS: Any = (paddle.nn.layer.norm._BatchNormBase, paddle.nn.BatchNorm)
 # `TensorWrapper::recover` in Paddle's tensor_wrapper.h.
 PACKED_VALUES_LEAK = paddle_version() < (3,)
 
-saved_tensors_hooks: Any = paddle.autograd.saved_tensors_hooks
 register_saved_tensors_hooks: Any = core.eager.register_saved_tensors_hooks
 reset_saved_tensors_hooks: Any = core.eager.reset_saved_tensors_hooks
+
+
+def saved_tensors_hooks() -> Any:
+    """Paddle's own class. ERNIE puts another one in its place in `paddle.autograd`."""
+    return sys.modules["paddle.autograd.saved_tensors_hooks"].saved_tensors_hooks
+
 
 # Around any saved-tensor hooks Paddle 2.6 refuses the None among what a PyLayer saves.
 LAYERS_MAY_SAVE_NONE = paddle_version() >= (3,)
@@ -125,7 +131,16 @@ SAVE_FOR_BACKWARD: Any = paddle.autograd.PyLayerContext.save_for_backward.__code
 @functools.cache
 def paddle_recompute() -> Any:
     """Paddle's own recompute module (`import ... as m` would give the function)."""
-    name = "paddle.distributed.fleet.recompute.recompute"
+    return _module("paddle.distributed.fleet.recompute.recompute")
+
+
+@functools.cache
+def paddle_recompute_hybrid() -> Any:
+    """The module beside it."""
+    return _module("paddle.distributed.fleet.recompute.recompute_hybrid")
+
+
+def _module(name: str) -> Any:
     importlib.import_module(name)
     return sys.modules[name]
 
@@ -194,9 +209,24 @@ _KINDS = core.VarDesc.VarType
 _DENSE = _KINDS.DENSE_TENSOR if hasattr(_KINDS, "DENSE_TENSOR") else _KINDS.LOD_TENSOR
 
 
-def custom_state_manager() -> Any:
-    """Paddle's registry for a user's own random state, or None where it has none (2.6)."""
-    return getattr(paddle_recompute(), "custom_state_manager", None)
+class _CustomStatesManager:
+    """The same where Paddle has none (2.6 and 3.0)."""
+
+    def __init__(self) -> None:
+        self.custom_get_state_func: Any = None
+        self.custom_set_state_func: Any = None
+
+    def set_custom_get_state_func(self, custom_get_state_func: Any) -> None:
+        self.custom_get_state_func = custom_get_state_func
+
+    def set_custom_set_state_func(self, custom_set_state_func: Any) -> None:
+        self.custom_set_state_func = custom_set_state_func
+
+
+custom_state_manager: Any = getattr(
+    paddle_recompute(), "custom_state_manager", _CustomStatesManager()
+)
+"""Paddle's registry for a random state of the user's own."""
 
 
 # Replaces the callback that sees every new Python frame, with which `to_static`

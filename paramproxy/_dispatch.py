@@ -6,8 +6,10 @@ thread has a stack of *frames*. A tensor that is saved goes to the top frame of
 its thread, which packs it or asks the frame below.
 
 1. In a thread without a frame tensors pass through, as if there were no hooks.
-2. A caller's own `saved_tensors_hooks` are a frame too. While no region needs
-   the hooks they are registered with Paddle itself, untouched.
+2. A caller's own hooks are a frame too: those of Paddle's `saved_tensors_hooks`,
+   and of whatever a client has put in its place, because both end in the two C
+   functions that are wrapped here. While no region needs the hooks they are
+   registered with Paddle itself, untouched.
 3. The registered unpack hook belongs to the region that opened last: Paddle
    keeps it with every node that packs, so the graph itself owns its region.
 4. Once a second thread was seen to save tensors, the pair stays registered:
@@ -32,6 +34,7 @@ from paramproxy._ambient import grad_mode
 from paramproxy._compat import (
     LAYERS_MAY_SAVE_NONE,
     SAVE_FOR_BACKWARD,
+    core,
     paddle_recompute,
     register_saved_tensors_hooks,
     reset_saved_tensors_hooks,
@@ -48,9 +51,11 @@ __all__ = [
     "caller_hooks",
     "fresh_stack",
     "is_registered",
+    "is_replay_heard",
     "pass_through",
     "pushed",
     "region_frame",
+    "replay_announced",
     "unpack",
 ]
 
@@ -86,6 +91,9 @@ class Frame:
 class _Local(threading.local):
     def __init__(self) -> None:
         self.frames: list[Frame] = []
+        # What is still to be reset of what was registered here; None for what
+        # made no frame.
+        self.entered: list[CallerHooks | None] = []
 
 
 _local = _Local()
@@ -231,10 +239,12 @@ def pushed(frame: Frame, hook: Callable[[Any], Any] | None = None) -> Iterator[N
 def fresh_stack() -> Iterator[None]:
     """Hide this thread's frames: what a replay saves is no business of theirs."""
     hidden, _local.frames = _local.frames, []
+    entered, _local.entered = _local.entered, []
     try:
         yield
     finally:
         left, _local.frames = _local.frames, hidden
+        _local.entered = entered
         for frame in left:  # entered by hand, and never left
             if isinstance(frame, CallerHooks) and frame.before is not None:
                 _dispatcher.leave(frame.before)
@@ -264,19 +274,21 @@ class CallerHooks(Frame):
     """A caller's own `saved_tensors_hooks`, while their block lasts.
 
     Attributes:
-        hooks: The context manager.
+        pack_hook: The hook that packs.
+        unpack_hook: The one that undoes it.
         before: What the dispatcher had registered. None where Paddle calls the
             hooks itself.
     """
 
-    hooks: Any
+    pack_hook: Any
+    unpack_hook: Any
     before: Any
     below: Frame | None = None
 
     @property
     def is_paddle_recompute(self) -> bool:
         """Whether they are those of Paddle's own hook mode, which counts what it packs."""
-        module = getattr(self.hooks.pack_hook, "__module__", "")
+        module = getattr(self.pack_hook, "__module__", "")
         return bool(module == paddle_recompute().__name__)
 
     def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
@@ -287,41 +299,83 @@ class CallerHooks(Frame):
         return self.below.take(tensor, packed, is_layers)
 
     def packed(self, tensor: Any) -> Packed:
-        return Packed(self.hooks.pack_hook(tensor), self.hooks.unpack_hook)
+        return Packed(self.pack_hook(tensor), self.unpack_hook)
 
 
-@wrapt.patch_function_wrapper(saved_tensors_hooks, "__enter__")
-def _enter_hooks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
+@wrapt.patch_function_wrapper(core.eager, "register_saved_tensors_hooks")
+def _enter_hooks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Paddle's own, unless the dispatcher is in its place: then a frame."""
+    _local.entered.append(None)
+    pack_hook, unpack_hook = args
+    if pack_hook is inner_pack:
+        return
     if not paddle.is_grad_enabled():
-        return wrapped(*args, **kwargs)  # which does nothing
+        wrapped(*args, **kwargs)  # which does nothing
+        return
+    frame = CallerHooks(pack_hook, unpack_hook, None)
     with _dispatcher.lock:
         if _dispatcher.registered is None:
-            result = wrapped(*args, **kwargs)
-            frame = CallerHooks(instance, None)
-            _dispatcher.native = instance
+            try:
+                wrapped(*args, **kwargs)
+            except BaseException:
+                _local.entered.pop()
+                raise
+            _dispatcher.native = frame
         else:
-            result = None
-            frame = CallerHooks(instance, _dispatcher.enter(_dispatcher.registered))
+            frame.before = _dispatcher.enter(_dispatcher.registered)
     frame.below = region_frame()
     _local.frames.append(frame)
-    return result
+    _local.entered[-1] = frame
 
 
-@wrapt.patch_function_wrapper(saved_tensors_hooks, "__exit__")
-def _exit_hooks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> Any:
-    entered = [f for f in _local.frames if isinstance(f, CallerHooks) and f.hooks is instance]
-    frame = entered[-1] if entered else None
+@wrapt.patch_function_wrapper(core.eager, "reset_saved_tensors_hooks")
+def _exit_hooks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
+    """Take off the hooks that this thread entered last, and no others."""
+    if not _local.entered:
+        if not (_dispatcher.registered or _dispatcher.native):
+            wrapped(*args, **kwargs)
+        return
+    frame = _local.entered.pop()
     if frame is None:
-        # Entered under no_grad. Paddle would take off whatever is registered.
-        return None if _dispatcher.registered or _dispatcher.native else wrapped(*args, **kwargs)
+        return  # Paddle would take off whatever is registered
     _local.frames.remove(frame)
     with _dispatcher.lock:
         if frame.before is not None:
             _dispatcher.leave(frame.before)
-            return None
+            return
         _dispatcher.native = None
-        return None if _dispatcher.registered is not None else wrapped(*args, **kwargs)
+        if _dispatcher.registered is None:
+            wrapped(*args, **kwargs)
+
+
+def inner_pack(tensor: Any) -> None:
+    """By its name and its module clients know a replay of Paddle's: see `replay_announced`."""
+
+
+def inner_unpack(packed: Any) -> None:
+    """Never called either."""
+
+
+inner_pack.__module__ = inner_unpack.__module__ = paddle_recompute().__name__
+
+
+def is_replay_heard() -> bool:
+    """Whether a client has put something in the place of Paddle's `saved_tensors_hooks`."""
+    return paddle.autograd.saved_tensors_hooks is not saved_tensors_hooks()
+
+
+def replay_announced() -> contextlib.AbstractContextManager[Any]:
+    """Tell such a client that a replay is going on.
+
+    Paddle's own replay enters hooks of these names. ERNIE's refined recompute
+    waits for them, and gives what it has kept instead of computing it again.
+    """
+    if is_replay_heard():
+        hooks: contextlib.AbstractContextManager[Any] = paddle.autograd.saved_tensors_hooks(
+            inner_pack, inner_unpack
+        )
+        return hooks
+    return contextlib.nullcontext()
 
 
 if not LAYERS_MAY_SAVE_NONE:

@@ -25,6 +25,7 @@ from rich.text import Text
 import paramproxy
 from paramproxy._compat import paddle_recompute
 from paramproxy._version import __version__
+from paramproxy.patching import unpatched
 
 
 __all__ = ["diagnose", "show"]
@@ -181,8 +182,9 @@ def _last_words(exc: Exception) -> str:
 def work(engine: str, start: int) -> None:
     """The subprocess: examine the rows from `start` on, a line of JSON for each."""
     run = ENGINES[engine]()
-    for row in ROWS[start:]:
-        print(json.dumps(attrs.asdict(_examine(row, run))), flush=True)
+    with unpatched():
+        for row in ROWS[start:]:
+            print(json.dumps(attrs.asdict(_examine(row, run))), flush=True)
 
 
 def _outcomes(engine: str) -> Iterator[Outcome]:

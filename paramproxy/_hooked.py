@@ -35,13 +35,16 @@ from paramproxy._dispatch import (
     caller_hooks,
     fresh_stack,
     is_registered,
+    is_replay_heard,
     pushed,
     region_frame,
+    replay_announced,
     unpack,
 )
 from paramproxy._keep import KeptCall
 from paramproxy._mismatch import CAUSES, Comparison
 from paramproxy._options import Options
+from paramproxy._placement import Placement
 from paramproxy._policy import Decision, decision_of
 from paramproxy._region import Region
 from paramproxy._report import Meter
@@ -75,14 +78,15 @@ def is_served() -> bool:
     return isinstance(region_frame(), (FirstRun, SecondRun))
 
 
-def run(region: Region, tensors: list[Any], offload: set[int], options: Options) -> Any:
+def run(region: Region, tensors: list[Any], placement: Placement, options: Options) -> Any:
     """The region's result, with tickets in its graph."""
     recording = Recording(
         region=region,
-        kept=region.keep(tensors, offload),
+        kept=region.keep(tensors, placement),
         policy=options.policy,
         lines=[] if debug_mode(options.debug) else None,
-        stops_early=early_stop(),
+        # Who hears of a replay counts on all of it.
+        stops_early=early_stop() and not is_replay_heard(),
         hooks=_hooks_around(),
     )
     frame = FirstRun(recording)
@@ -441,7 +445,7 @@ class SecondRun(Frame):
     def pushed(self) -> Iterator[None]:
         """The block in which the function is called."""
         try:
-            with pushed(self, unpack):
+            with pushed(self, unpack), replay_announced():
                 yield
         finally:
             self.wanted = {}

@@ -23,7 +23,7 @@ from paramproxy._options import Options
 from paramproxy._region import Region, is_differentiable
 from paramproxy._replay import Replay
 from paramproxy._report import Meter
-from paramproxy._tree import unflatten
+from paramproxy._tree import alias, unflatten
 from paramproxy.exceptions import ReplayMismatchError
 
 
@@ -70,7 +70,7 @@ class KeptGraph:
                 operand.is_leaf = operand.stop_gradient
         streams = None if random is None else random.capture_again()
         handover = Handover()
-        standins = [o.standin(o.keep(t, False), handover) for o, t in zip(region.operands, tensors)]
+        standins = [o.standin(alias(t), handover) for o, t in zip(region.operands, tensors)]
         hook = None if meter is None else unpack
         with grad_mode(True), pushed(_Inside(meter=meter), hook):
             given = as_intermediates(region.operands, standins)

@@ -8,13 +8,14 @@ import attrs
 import paddle
 from paddle.autograd import PyLayer
 
-from paramproxy._compat import EagerParamBase, core, with_own_counter, with_own_header
+from paramproxy._compat import EagerParamBase, with_own_counter, with_own_header
 from paramproxy._graph import layers_since, node_of
 from paramproxy._leaf import Handover, make_leaf, set_flag
+from paramproxy._placement import Placed, Placement
 from paramproxy._tree import alias, copy_attributes
 
 
-__all__ = ["Operand", "as_intermediates", "as_roots", "can_be_offloaded", "to_host"]
+__all__ = ["Operand", "as_intermediates", "as_roots"]
 
 
 @attrs.define(eq=False)
@@ -33,7 +34,7 @@ class Operand:
             itself moves it and writes nothing.
         pointer: Its storage. Versions are compared on one storage only: a
             sharding stage swaps a parameter's, an offloading hook a tensor's.
-        place: Where to bring the kept copy back to; None if it was left there.
+        placed: How to get it back; None if it waits where it was.
         is_state: Whether the function wrote it itself, as a layer writes its
             buffers.
         node: What made it; 0 for a leaf.
@@ -46,7 +47,7 @@ class Operand:
     started: int
     version: int
     pointer: int | None
-    place: Any = None
+    placed: Placed | None = None
     is_state: bool = False
     node: int = 0
 
@@ -65,15 +66,14 @@ class Operand:
             node=0 if tensor.stop_gradient or tensor.is_leaf else node_of(tensor),
         )
 
-    def keep(self, tensor: Any, offload: bool) -> Any:
-        """What to save of `tensor` until the replay."""
-        kept = alias(tensor)
-        if not offload or not can_be_offloaded(tensor):
-            return kept
-        self.place = tensor.place
-        host = to_host(kept)
-        host.stop_gradient = self.stop_gradient
-        return host
+    def keep(self, tensor: Any, index: int, placement: Placement) -> Any:
+        """What to save of `tensor`, the operand of that index, until the replay."""
+        kept, self.placed = placement.put(index, alias(tensor))
+        return kept
+
+    def whole(self, kept: Any) -> Any:
+        """The tensor that was kept. None if it can't be had again."""
+        return kept if self.placed is None else self.placed.whole(kept)
 
     def standin(self, kept: Any, handover: Handover) -> Any:
         """What the replay gets: a leaf of the parameter, or what was kept."""
@@ -81,8 +81,6 @@ class Operand:
             standin = make_leaf(self.parameter, handover)
             set_flag(standin, self.stop_gradient)
             return standin
-        if self.place is not None:
-            kept = kept._copy_to(self.place, True)
         kept.stop_gradient = self.stop_gradient
         return kept
 
@@ -93,7 +91,7 @@ class Operand:
         """
         if self.parameter is not None:
             return self.parameter
-        tensor = alias(kept) if self.place is None else kept._copy_to(self.place, True)
+        tensor = alias(kept)
         tensor.stop_gradient = self.stop_gradient
         if self.is_leaf or self.stop_gradient:
             return tensor
@@ -109,6 +107,8 @@ class Operand:
         """
         if self.is_leaf:
             return None
+        if self.placed is not None:
+            return paddle.zeros(self.placed.shape, self.placed.dtype)
         if standin.is_dense():
             return paddle.zeros_like(standin)
         return paddle.sparse.subtract(standin.detach(), standin.detach())
@@ -180,21 +180,6 @@ def as_intermediates(operands: list[Operand], leaves: list[Any]) -> list[Any]:
             copy_attributes(leaves[index], tensor)
             standins[index] = tensor
     return standins
-
-
-def can_be_offloaded(tensor: Any) -> bool:
-    """Whether it is in device memory, and its copy would have the same layout.
-
-    Paddle reads what an operator saved with the strides of the first run.
-    """
-    if tensor.place.is_cpu_place() or tensor.place.is_cuda_pinned_place():
-        return False
-    return not tensor.is_dense() or bool(tensor.is_contiguous())
-
-
-def to_host(tensor: Any) -> Any:
-    """A copy in host memory, pinned where the device can use that."""
-    return tensor.pin_memory() if core.is_compiled_with_cuda() else tensor.cpu()
 
 
 def _pointer(tensor: Any) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import warnings
+import inspect
 from collections.abc import Callable, Iterable
 from typing import Any, ParamSpec, TypeVar, overload
 
@@ -11,13 +11,15 @@ import paddle
 
 from paramproxy import _hooked, _reentrant
 from paramproxy._call import Call
+from paramproxy._caller import warn
 from paramproxy._compat import mark_recomputed, untraced
 from paramproxy._options import Options
+from paramproxy._placement import Placement
 from paramproxy._policy import Decision, SavedTensor
 from paramproxy._region import Region
 
 
-__all__ = ["checkpoint", "recompute"]
+__all__ = ["checkpoint", "recompute", "recompute_call"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -65,7 +67,9 @@ def recompute(
             statistics, a moving average) are written once, though it runs
             twice. Only those that the first run changed are copied.
         offload_indices: Positions of arguments whose tensors wait for backward
-            in host memory, and names of keyword arguments. Tensors that are in
+            in host memory, and names of keyword arguments. A position counts in
+            the function's signature too, as Paddle documents it: one that was
+            passed by its keyword is found. Tensors that are in
             host memory already stay where they are, and so do parameters, and
             tensors that are not contiguous.
         policy: What to do with each tensor that is saved for backward: recompute
@@ -131,7 +135,7 @@ def recompute(
         policy=policy,
         debug=debug,
     )
-    result: R = _recompute(function, args, kwargs, options)
+    result: R = recompute_call(function, args, kwargs, options)
     return result
 
 
@@ -188,7 +192,7 @@ def _checkpointed(options: Options) -> Callable[[Callable[P, R]], Callable[P, R]
         @untraced
         @functools.wraps(function)
         def checkpointed(*args: P.args, **kwargs: P.kwargs) -> R:
-            result: R = _recompute(function, args, kwargs, options)
+            result: R = recompute_call(function, args, kwargs, options)
             return result
 
         return checkpointed
@@ -196,9 +200,23 @@ def _checkpointed(options: Options) -> Callable[[Callable[P, R]], Callable[P, R]
     return decorator
 
 
-def _recompute(
-    function: Any, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
+def recompute_call(
+    function: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    options: Options,
+    placement: Callable[[Region], Placement] | None = None,
 ) -> Any:
+    """Recompute a call.
+
+    Args:
+        function: What is called.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments, without options.
+        options: The options.
+        placement: Says where the operands wait for backward. None for what
+            `options.offload_indices` says.
+    """
     _refuse_uncallable(function)
     if not paddle.in_dynamic_mode():
         call = Call.of(args, kwargs)
@@ -207,10 +225,10 @@ def _recompute(
         call = Call.of(args, kwargs)
         return function(*call.args, **call.kwargs)
     region, tensors = Region.open(function, args, kwargs, options)
-    offload = _offloaded(region, options.offload_indices)
+    place = _offloaded(region, options.offload_indices) if placement is None else placement(region)
     if _is_reentrant(region, options):
-        return _reentrant.run(region, tensors, offload)
-    return _hooked.run(region, tensors, offload, options)
+        return _reentrant.run(region, tensors, place)
+    return _hooked.run(region, tensors, place, options)
 
 
 def _is_reentrant(region: Region, options: Options) -> bool:
@@ -225,34 +243,49 @@ def _refuse_uncallable(function: Any) -> None:
         raise TypeError(msg)
 
 
-def _offloaded(region: Region, indices: tuple[int | str, ...]) -> set[int]:
-    """The operands that `offload_indices` names."""
+def _offloaded(region: Region, indices: tuple[int | str, ...]) -> Placement:
+    """The operands that `offload_indices` names are to wait in host memory."""
     if not indices:
-        return set()
-    _refuse_unknown(region, indices)
+        return Placement()
+    arguments = {_argument(region, index) for index in indices}
     offloaded = set()
     for index, places in enumerate(region.call.places):
-        if not any(region.call.argument_at(position) in indices for position in places):
+        if not any(region.call.argument_at(position) in arguments for position in places):
             continue
         if region.operands[index].parameter is None:
             offloaded.add(index)
             continue
         name = region.name_operand(region.operands[index])
-        warnings.warn(
+        warn(
             f"offload_indices names {name}, which stays where it is: a parameter is not an "
-            "activation. Take it out of offload_indices.",
-            stacklevel=5,
+            "activation. Take it out of offload_indices."
         )
-    return offloaded
+    return Placement(offloaded=offloaded)
 
 
-def _refuse_unknown(region: Region, indices: tuple[int | str, ...]) -> None:
-    known = {*range(len(region.call.args)), *region.call.kwargs}
-    for index in indices:
-        if index not in known:
-            msg = (
-                f"Cannot offload argument {index!r} of {region.name}: it was called with "
-                f"{len(region.call.args)} positional arguments and the keywords "
-                f"{sorted(region.call.kwargs)}. Give positions of arguments, or keywords."
-            )
-            raise ValueError(msg)
+def _argument(region: Region, index: int | str) -> int | str:
+    """The argument that an index names: a position, or a keyword.
+
+    Paddle counts positions in the function's signature, where an argument that
+    was passed by its keyword, or left out, has one too.
+    """
+    if index in {*range(len(region.call.args)), *region.call.kwargs}:
+        return index
+    names = _positional_names(region.function)
+    if isinstance(index, int) and 0 <= index < len(names):
+        return names[index]
+    msg = (
+        f"Cannot offload argument {index!r} of {region.name}: it was called with "
+        f"{len(region.call.args)} positional arguments and the keywords "
+        f"{sorted(region.call.kwargs)}. Give positions of arguments, or keywords."
+    )
+    raise ValueError(msg)
+
+
+def _positional_names(function: Any) -> list[str]:
+    try:
+        parameters = inspect.signature(getattr(function, "forward", function)).parameters
+    except (TypeError, ValueError):
+        return []
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [parameter.name for parameter in parameters.values() if parameter.kind is kind]

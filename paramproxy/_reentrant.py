@@ -12,8 +12,6 @@
 
 from __future__ import annotations
 
-import types
-import warnings
 from typing import Any
 
 import attrs
@@ -22,10 +20,11 @@ from paddle.autograd import PyLayer
 
 from paramproxy._ambient import streams_kept
 from paramproxy._call import Result
-from paramproxy._caller import backward_frame, is_paddles
+from paramproxy._caller import backward_frame, warn
 from paramproxy._compat import EagerParamBase, Tensor, is_made_by_no_op, with_own_header
 from paramproxy._dispatch import fresh_stack, pushed, unpack
 from paramproxy._kept_graph import FirstRun, SecondRun
+from paramproxy._placement import Placement
 from paramproxy._region import Region, is_differentiable
 from paramproxy._replay import Replay
 from paramproxy._tree import copy_attributes, unflatten
@@ -35,10 +34,10 @@ from paramproxy.exceptions import RetainGraphWarning, UnsupportedError
 __all__ = ["run"]
 
 
-def run(region: Region, tensors: list[Any], offload: set[int]) -> Any:
+def run(region: Region, tensors: list[Any], placement: Placement) -> Any:
     """The region's result, in the graph, with the replay waiting in backward."""
     region.refuse_hidden()
-    kept = region.keep(tensors, offload)
+    kept = region.keep(tensors, placement)
     inputs = [tensor for tensor in tensors if not tensor.stop_gradient]
     constants = {id(tensor) for tensor in tensors if tensor.stop_gradient}
     with pushed(FirstRun(region, constants)):
@@ -191,7 +190,11 @@ def _look_at_caller(region: Region) -> None:
             region, "under paddle.grad: it would leave gradients in .grad of captured parameters"
         )
     if frame.f_locals.get("retain_graph"):
-        _warn_of_retain_graph(region, frame)
+        msg = (
+            f"retain_graph=True around {region.name}, recomputed in reentrant mode: a second "
+            "backward through it crashes Paddle. Call it with use_reentrant=False there."
+        )
+        warn(msg, RetainGraphWarning)
 
 
 def _refuse(region: Region, why: str) -> None:
@@ -200,20 +203,3 @@ def _refuse(region: Region, why: str) -> None:
         "Call it with use_reentrant=False there."
     )
     raise UnsupportedError(msg)
-
-
-def _warn_of_retain_graph(region: Region, frame: types.FrameType) -> None:
-    caller: types.FrameType = frame
-    while caller.f_back is not None and is_paddles(caller):
-        caller = caller.f_back
-    msg = (
-        f"retain_graph=True around {region.name}, recomputed in reentrant mode: a second backward "
-        "through it crashes Paddle. Call it with use_reentrant=False there."
-    )
-    warnings.warn_explicit(
-        msg,
-        RetainGraphWarning,
-        caller.f_code.co_filename,
-        caller.f_lineno,
-        registry=caller.f_globals.setdefault("__warningregistry__", {}),
-    )

@@ -32,6 +32,7 @@ from paramproxy._hooks import hooks_registered_once
 from paramproxy._leaf import Handover
 from paramproxy._operand import Operand, as_intermediates
 from paramproxy._options import Options
+from paramproxy._placement import Placement
 from paramproxy._rebind import Rebinder
 from paramproxy._replay import Replay
 from paramproxy._report import Meter, meter
@@ -144,10 +145,10 @@ class Region:
         """Whether a gradient can leave the region by one of the tensors that enter it."""
         return not all(operand.stop_gradient for operand in self.operands)
 
-    def keep(self, tensors: list[Any], offload: set[int]) -> list[Any]:
+    def keep(self, tensors: list[Any], placement: Placement) -> list[Any]:
         """What to save of the operands until the replay; nothing of a parameter."""
         kept = [
-            operand.keep(tensor, index in offload)
+            operand.keep(tensor, index, placement)
             for index, (operand, tensor) in enumerate(zip(self.operands, tensors))
             if operand.parameter is None
         ]
@@ -348,7 +349,18 @@ class Region:
         tensors = self._tensors(kept)
         for operand, tensor in zip(self.operands, tensors):
             self._refuse_change(operand, tensor)
-        return tensors
+        return [self._whole(operand, tensor) for operand, tensor in zip(self.operands, tensors)]
+
+    def _whole(self, operand: Operand, tensor: Any) -> Any:
+        whole = operand.whole(tensor)
+        if whole is None:
+            msg = (
+                f"Cannot replay {self.name}: {self.name_operand(operand)} was not the same on "
+                "every rank of mp_group, so no rank has it whole any more. Leave partition out of "
+                "ctx where the ranks have different activations, as in sequence parallelism."
+            )
+            raise UnsupportedError(msg)
+        return whole
 
     def _refuse_change(self, operand: Operand, tensor: Any) -> None:
         if not isinstance(tensor, Tensor):

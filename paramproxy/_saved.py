@@ -14,7 +14,7 @@ from typing import Any
 
 import attrs
 
-from paramproxy._caller import is_paddles, makes_graph
+from paramproxy._caller import is_users, makes_graph
 from paramproxy._compat import (
     LAYERS_MAY_SAVE_NONE,
     PACKED_VALUES_LEAK,
@@ -23,7 +23,7 @@ from paramproxy._compat import (
     with_own_header,
     with_own_storage,
 )
-from paramproxy._operand import can_be_offloaded, to_host
+from paramproxy._placement import can_be_offloaded, to_host
 from paramproxy._tree import alias, copy_attributes
 from paramproxy.exceptions import MutationError, UnsupportedError
 
@@ -232,8 +232,7 @@ def user_lines() -> list[str]:
     lines = []
     frame: Any = sys._getframe(1)
     while frame is not None:
-        module = frame.f_globals.get("__name__", "").partition(".")[0]
-        if module != "paramproxy" and not is_paddles(frame):
+        if is_users(frame):
             code = frame.f_code
             lines.append(f'File "{code.co_filename}", line {frame.f_lineno}, in {code.co_name}')
         frame = frame.f_back

@@ -6,6 +6,8 @@ import numpy as np
 import paddle
 import pytest
 
+from paramproxy import patching
+
 
 @pytest.fixture(autouse=True)
 def _fresh_state():
@@ -16,4 +18,5 @@ def _fresh_state():
     yield
     assert paddle.is_grad_enabled()
     assert paddle.in_dynamic_mode()
+    assert not patching.is_patched()
     assert not paddle.amp.amp_state() if hasattr(paddle.amp, "amp_state") else True

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -158,14 +159,20 @@ def peak(step):
 
 def run_python(code, **environment):
     """Run a program of its own. Returns the finished process."""
-    import os
-
     prelude = "import warnings; warnings.simplefilter('ignore')\n"
+    return run_command("-c", prelude + code, **environment)
+
+
+def run_command(*arguments, cwd=None, **environment):
+    """Run Python with these arguments. A variable of None is unset. Returns the process."""
+    path = f"{ROOT}:{Path(__file__).parent}"
+    merged = {**os.environ, "PYTHONPATH": path, **environment}
     return subprocess.run(
-        [sys.executable, "-c", prelude + code],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         timeout=300,
         check=False,
-        env={**os.environ, "PYTHONPATH": f"{ROOT}:{Path(__file__).parent}", **environment},
+        cwd=cwd,
+        env={name: value for name, value in merged.items() if value is not None},
     )

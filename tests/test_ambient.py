@@ -11,8 +11,9 @@ import pytest
 from paddle.base import core
 from support import Counted, param, plain, same, tensor, values
 
+import paramproxy
 from paramproxy import recompute
-from paramproxy._compat import amp_module, custom_state_manager, get_rng_state_tracker, tracer
+from paramproxy._compat import amp_module, get_rng_state_tracker, tracer
 
 
 def draw():
@@ -136,17 +137,15 @@ def test_without_preserve_rng_state_no_stream_is_read(monkeypatch):
 
 @pytest.fixture
 def custom_state():
-    manager = custom_state_manager()
-    if manager is None:
-        pytest.skip("this Paddle has no custom_state_manager")
     state = {"seed": 1, "sets": 0}
 
     def setter(value):
         state["seed"] = value
         state["sets"] += 1
 
-    manager.custom_get_state_func = lambda: state["seed"]
-    manager.custom_set_state_func = setter
+    manager = paramproxy.custom_state_manager
+    manager.set_custom_get_state_func(lambda: state["seed"])
+    manager.set_custom_set_state_func(setter)
     yield state
     manager.custom_get_state_func = manager.custom_set_state_func = None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
 import numpy as np
@@ -10,14 +11,20 @@ import pytest
 from support import MODES, hooked, param, plain, run_python, same, tensor, values
 
 from paramproxy import UnsupportedError, _dispatch, recompute
-from paramproxy._compat import PACKED_VALUES_LEAK, core
+from paramproxy._compat import (
+    PACKED_VALUES_LEAK,
+    core,
+    register_saved_tensors_hooks,
+    reset_saved_tensors_hooks,
+)
 
 
 def is_clean():
     """Nothing is registered with Paddle, and nobody waits on a stack."""
-    core.eager.register_saved_tensors_hooks(lambda t: t, lambda t: t)  # raises if it is not
-    core.eager.reset_saved_tensors_hooks()
-    return not _dispatch._local.frames and not _dispatch._dispatcher.users
+    register_saved_tensors_hooks(lambda t: t, lambda t: t)  # raises if it is not
+    reset_saved_tensors_hooks()
+    local = _dispatch._local
+    return not (local.frames or local.entered or _dispatch._dispatcher.users)
 
 
 class Seen:
@@ -199,12 +206,75 @@ def test_an_exception_in_a_region_leaves_nothing():
 
 
 def test_hooks_that_are_not_known_are_named():
-    core.eager.register_saved_tensors_hooks(lambda t: t, lambda t: t)
+    """As those of somebody who looked up Paddle's C functions before paramproxy was imported."""
+    register_saved_tensors_hooks(lambda t: t, lambda t: t)
     try:
         with pytest.raises(UnsupportedError, match="saved-tensor hooks are registered that"):
             hooked(lambda a: paddle.exp(a), tensor([1.0]) * 1.0)
     finally:
+        reset_saved_tensors_hooks()
+    assert is_clean()
+
+
+class OwnHooks:
+    """What a client may put in the place of `paddle.autograd.saved_tensors_hooks`."""
+
+    def __init__(self, pack, unpack):
+        self.pair = pack, unpack
+
+    def __enter__(self):
+        core.eager.register_saved_tensors_hooks(*self.pair)
+
+    def __exit__(self, *error):
         core.eager.reset_saved_tensors_hooks()
+
+
+@pytest.mark.parametrize("run", MODES)
+@pytest.mark.parametrize("inside", [True, False])
+def test_hooks_that_a_client_registers_by_itself_are_known(run, inside):
+    seen = SeenBox()
+
+    def hooks():
+        return OwnHooks(seen.pack, seen.unpack)
+
+    def region(a):
+        if not inside:
+            return paddle.exp(a) * a
+        with hooks():
+            return paddle.exp(a) * a
+
+    x = tensor([1.0])
+    with contextlib.nullcontext() if inside else hooks():
+        y = run(region, x * 1.0)
+    assert is_clean()
+    y.sum().backward()
+    assert values(x.grad) == pytest.approx([2 * np.exp(1.0)])
+    assert seen.packed
+    assert seen.unpacked
+    assert is_clean()
+
+
+def test_leaving_hooks_under_no_grad_takes_off_no_others():
+    """Entered under no_grad Paddle registers nothing, and then takes off the outer ones."""
+    outer, inner = [], []
+    x = tensor([1.0])
+    with paddle.autograd.saved_tensors_hooks(lambda t: outer.append(1) or t.detach(), lambda t: t):
+        with (
+            paddle.no_grad(),
+            paddle.autograd.saved_tensors_hooks(lambda t: inner.append(1) or t, lambda t: t),
+        ):
+            paddle.exp(x)
+        y = paddle.exp(x)
+    y.sum().backward()
+    assert (len(outer), len(inner)) == (1, 0)
+    assert is_clean()
+
+
+def test_a_reset_too_much_does_nothing():
+    core.eager.reset_saved_tensors_hooks()
+    x = tensor([1.0])
+    hooked(lambda a: paddle.exp(a), x).sum().backward()
+    assert values(x.grad) == pytest.approx([np.exp(1.0)])
     assert is_clean()
 
 
