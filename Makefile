@@ -6,12 +6,21 @@ PADDLES := 2.6.2 3.0.0 3.1.1 3.2.2 3.3.1
 # Paddle 2.6 was built against numpy 1.
 NUMPY_2.6.2 := numpy<2
 
-.PHONY: help demo test lint types dist docs docs-serve bench check test-versions clean
+# Model libraries that call recompute, each with the Paddle that it was made for.
+CLIENTS := paddleformers paddlenlp
+NEEDS_paddleformers := 'paddleformers==1.2.0' 'paddlepaddle==3.3.1'
+NEEDS_paddlenlp := 'paddlenlp==2.8.1' 'paddlepaddle==3.0.0' 'huggingface_hub<0.26' \
+  'datasets<3' 'aistudio_sdk<0.3' 'pyarrow<19'
+
+.PHONY: help demo test lint types dist docs docs-serve bench check test-versions test-clients \
+  test-distributed clean
 
 help:
 	@echo "demo           install paramproxy with CPU Paddle, run the doctor"
 	@echo "test           install the test extras, run the whole suite"
 	@echo "test-versions  the suite on Paddle $(PADDLES), a venv for each"
+	@echo "test-clients   PaddleFormers, PaddleNLP and ERNIE train under paramproxy.patch()"
+	@echo "test-distributed  two processes: data, tensor, sharding and pipeline parallelism"
 	@echo "lint types     ruff; mypy, strict"
 	@echo "dist docs      build sdist and wheel; build the docs into site/"
 	@echo "bench          what a leaf costs, beside Paddle's copy of a parameter"
@@ -62,6 +71,19 @@ test-paddle-%: .venvs/%/test.stamp
 	$(PYTHON) -m venv .venvs/$*
 	.venvs/$*/bin/python -m pip install --quiet --editable '.[test]' 'paddlepaddle==$*' '$(or $(NUMPY_$*),numpy)'
 	touch $@
+
+test-clients: $(CLIENTS:%=test-client-%)
+
+test-client-%: .venvs/%/client.stamp
+	.venvs/$*/bin/python -m pytest -q -W ignore tests/clients/$*
+
+.venvs/%/client.stamp: pyproject.toml Makefile
+	$(PYTHON) -m venv .venvs/$*
+	.venvs/$*/bin/python -m pip install --quiet --editable '.[test]' $(NEEDS_$*)
+	touch $@
+
+test-distributed: $(VENV)/test.stamp
+	$(VENV)/bin/python -m pytest -q tests/distributed
 
 clean:
 	rm -rf $(VENV) .venvs dist site .mypy_cache .pytest_cache .ruff_cache

@@ -52,6 +52,7 @@ __all__ = [
     "fresh_stack",
     "is_registered",
     "is_replay_heard",
+    "is_under_hooks",
     "pass_through",
     "pushed",
     "region_frame",
@@ -263,6 +264,12 @@ def region_frame() -> Frame | None:
     return None
 
 
+def is_under_hooks(frame: Frame) -> bool:
+    """Whether somebody's own hooks have been entered since the frame was pushed."""
+    above = _local.frames[_local.frames.index(frame) + 1 :]
+    return any(isinstance(other, CallerHooks) for other in above)
+
+
 def caller_hooks() -> CallerHooks | None:
     """A caller's own hooks, if they are on top: those around what is called next."""
     top = _local.frames[-1] if _local.frames else None
@@ -295,8 +302,10 @@ class CallerHooks(Frame):
         if self.below is None:
             return self.packed(tensor)
         # An early stop of the region around empties what the hook was called with.
-        packed = self.packed(keep(tensor, is_layers))
-        return self.below.take(tensor, packed, is_layers)
+        held = keep(tensor, is_layers)
+        if held is not tensor:
+            held.name = tensor.name  # by which PaddleFormers knows what it keeps
+        return self.below.take(tensor, self.packed(held), is_layers)
 
     def packed(self, tensor: Any) -> Packed:
         return Packed(self.pack_hook(tensor), self.unpack_hook)

@@ -36,6 +36,7 @@ from paramproxy._dispatch import (
     fresh_stack,
     is_registered,
     is_replay_heard,
+    is_under_hooks,
     pushed,
     region_frame,
     replay_announced,
@@ -458,7 +459,9 @@ class SecondRun(Frame):
         held = self._hold(tensor, item, is_layers)
         if not self.stopper.is_stopped:
             self._look(index, tensor, item, is_layers)
-        if self.stopper.is_stopped:
+        # Hooks of the function's own may count what they pack, as those of Paddle's
+        # and PaddleFormers' recompute do.
+        if self.stopper.is_stopped and not is_under_hooks(self):
             self.stopper.stop(tensor, is_layers)
         return held
 
