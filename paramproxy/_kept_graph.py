@@ -14,6 +14,7 @@ import paddle
 from paddle.autograd import PyLayer
 
 from paramproxy._ambient import RandomState, grad_mode
+from paramproxy._aside import Aside
 from paramproxy._call import Result
 from paramproxy._compat import Tensor, with_own_header
 from paramproxy._dispatch import Frame, pass_through, pushed, unpack
@@ -72,7 +73,8 @@ class KeptGraph:
         handover = Handover()
         standins = [o.standin(alias(t), handover) for o, t in zip(region.operands, tensors)]
         hook = None if meter is None else unpack
-        with grad_mode(True), pushed(_Inside(meter=meter), hook):
+        aside = Aside(region.own_parameters)
+        with grad_mode(True), pushed(_Inside(meter=meter), hook), aside.recording():
             given = as_intermediates(region.operands, standins)
             value = region.call_now(given)
         random = None if streams is None else streams.moved_on()
@@ -84,7 +86,7 @@ class KeptGraph:
             if inner is not standin:
                 standin._clear_dataptr()  # the graph holds what it needs of the other one
         pairs = list(zip(region.operands, standins))
-        return cls(region, Replay(Result.of(value), pairs, handover), shapes, random)
+        return cls(region, Replay(Result.of(value), pairs, handover, aside), shapes, random)
 
     def value(self, outputs: dict[int, Any] | None = None) -> Any:
         """The result: these outputs, detached tensors in the other places."""
@@ -105,7 +107,7 @@ class KeptGraph:
         ]
 
     def gradients(self) -> list[Any]:
-        """Hand over the gradient of each differentiable operand."""
+        """Hand over the gradient of each differentiable operand and captured parameter."""
         gradients = []
         for (operand, standin), shape in zip(self.replay.operands, self.shapes):
             if operand.stop_gradient:
@@ -115,7 +117,7 @@ class KeptGraph:
                 gradient = paddle.zeros(*shape)
             gradients.append(gradient)
         self.replay.handover.done = True
-        return gradients
+        return gradients + self.replay.aside.gradients()
 
     def tied(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result, in the graph of these arguments."""
@@ -131,20 +133,19 @@ class KeptGraph:
             if not operand.stop_gradient:
                 operand.is_leaf = tensor.is_leaf
                 inputs.append(tensor)
+        inputs += self.replay.aside.parameters
         positions = self.differentiable
         if not positions:
             return self.value()
         if all(tensor.stop_gradient for tensor in inputs):
-            captured = self.region.captured
-            others = [*captured.parameters, *(fixed.tensor for fixed in captured.fixed)]
-            if all(tensor.stop_gradient for tensor in others):
+            if all(fixed.tensor.stop_gradient for fixed in self.region.captured.fixed):
                 return self.value()
             inputs.append(_dummy())
         return self.value(dict(zip(positions, _KeptCall.apply(_Box(self, positions), *inputs))))
 
 
 def _dummy() -> Any:
-    """Something differentiable to hang the call on, where only captured weights need gradients."""
+    """Something differentiable to hang the call on, where only a captured tensor needs one."""
     dummy = paddle.zeros([1])
     dummy.stop_gradient = False
     return dummy

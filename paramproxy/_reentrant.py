@@ -19,6 +19,7 @@ import paddle
 from paddle.autograd import PyLayer
 
 from paramproxy._ambient import streams_kept
+from paramproxy._aside import Aside
 from paramproxy._call import Result
 from paramproxy._caller import backward_frame, warn
 from paramproxy._compat import EagerParamBase, Tensor, is_made_by_no_op, with_own_header
@@ -39,6 +40,7 @@ def run(region: Region, tensors: list[Any], placement: Placement) -> Any:
     region.refuse_hidden()
     kept = region.keep(tensors, placement)
     inputs = [tensor for tensor in tensors if not tensor.stop_gradient]
+    inputs += region.own_parameters
     constants = {id(tensor) for tensor in tensors if tensor.stop_gradient}
     with pushed(FirstRun(region, constants)):
         value = region.first_run(tensors, record=region.captured.has_static)
@@ -54,7 +56,8 @@ def run(region: Region, tensors: list[Any], placement: Placement) -> Any:
         return value
     positions = [places[0] for places in fresh]
     outputs = _outputs(region, [result.leaves[position] for position in positions])
-    outputs = _Reentrant.apply(_FirstRun(region, kept, outputs, positions), *inputs)
+    with Aside.waited_for(inputs):
+        outputs = _Reentrant.apply(_FirstRun(region, kept, outputs, positions), *inputs)
     for output, places in zip(outputs, fresh):
         # Paddle drops what a hook on a PyLayer's own output returns.
         hookable = with_own_header(output)

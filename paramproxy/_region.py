@@ -23,6 +23,7 @@ import attrs
 import paddle
 
 from paramproxy._ambient import Ambient, final_hooks_kept, grad_mode
+from paramproxy._aside import Aside
 from paramproxy._buffers import Buffers
 from paramproxy._call import Call, Metadata, Result
 from paramproxy._captured import Captured, Fixed, function_name
@@ -68,7 +69,7 @@ class Region:
         captured_operands: The operand of each captured tensor.
         fixed: Captured tensors that no stand-in can replace, with an alias of
             each, which lends its storage to one that was freed.
-        weights: Captured trainable parameters, to be compared.
+        weights: Captured trainable parameters.
         ambient: The state of the first run.
         buffers: What it changed of the buffers that the function reads.
         metadata: That of the first run's result.
@@ -129,7 +130,10 @@ class Region:
             operands=operands,
             captured_operands=[indices[id(tensor)] for _, tensor in captured.tensors],
             fixed=[(Operand.of(f.tensor, f.where), f, alias(f.tensor)) for f in captured.fixed],
-            weights=[Operand.of(weight, "captured") for weight in captured.parameters],
+            weights=[
+                Operand.of(weight, "captured")
+                for weight in {id(weight): weight for weight in captured.parameters}.values()
+            ],
             ambient=Ambient.capture(
                 options.preserve_rng_state, options.preserve_external_rng_state
             ),
@@ -268,13 +272,14 @@ class Region:
         handover = Handover(replaying=True)
         tensors = self._compared(kept)
         standins = [o.standin(tensor, handover) for o, tensor in zip(self.operands, tensors)]
-        with self.restored():
+        aside = Aside(self.own_parameters)
+        with self.restored(), aside.recording():
             value = self.call_again(as_intermediates(self.operands, standins))
         handover.replaying = False
         result = Result.of(value)
         self._refuse_other_outputs(result.metadata)
         self._refuse_outside_graph(result)
-        return Replay(result, list(zip(self.operands, standins)), handover)
+        return Replay(result, list(zip(self.operands, standins)), handover, aside)
 
     def rerun(self, kept: list[Any], watching: Callable[[], Context], stopper: Context) -> None:
         """Run the function again for what it saves, on the parameters themselves.
@@ -329,7 +334,16 @@ class Region:
     def no_gradients(self, kept: list[Any]) -> list[Any]:
         """What autograd takes where no output had a gradient, so nothing is rerun."""
         pairs = zip(self.operands, self._tensors(kept))
-        return [o.no_gradient(tensor) for o, tensor in pairs if not o.stop_gradient]
+        gradients = [o.no_gradient(tensor) for o, tensor in pairs if not o.stop_gradient]
+        return gradients + [None] * len(self.own_parameters)
+
+    @property
+    def own_parameters(self) -> list[Any]:
+        """The captured parameters whose gradients leave the region by the caller's graph.
+
+        The program of a `to_static` layer keeps to those that it was made with.
+        """
+        return [] if self.captured.has_static else [w.parameter for w in self.weights]
 
     def _tensors(self, kept: list[Any]) -> list[Any]:
         """The tensor of each operand: a parameter itself, or what was kept."""

@@ -8,6 +8,7 @@ import attrs
 import paddle
 
 from paramproxy._ambient import final_hooks_kept, grad_mode
+from paramproxy._aside import Aside
 from paramproxy._call import Result
 from paramproxy._leaf import Handover, leaf_gradient
 from paramproxy._operand import Operand, as_roots
@@ -24,11 +25,13 @@ class Replay:
         result: What the function returned.
         operands: Each operand with its stand-in.
         handover: How far the leaves among them have come.
+        aside: Captured parameters.
     """
 
     result: Result
     operands: list[tuple[Operand, Any]]
     handover: Handover
+    aside: Aside
 
     def run_backward(self, outputs: list[tuple[Any, Any]]) -> None:
         """Run the graph backward from these outputs, each with its gradient."""
@@ -38,11 +41,11 @@ class Replay:
             paddle.autograd.backward(roots, [gradient for _, gradient in outputs])
 
     def gradients(self) -> list[Any]:
-        """Hand over the gradient of each differentiable operand."""
+        """Hand over the gradient of each differentiable operand and captured parameter."""
         gradients = []
         for operand, standin in self.operands:
             if not operand.stop_gradient:
                 gradient = leaf_gradient(standin)
                 gradients.append(operand.no_gradient(standin) if gradient is None else gradient)
         self.handover.done = True
-        return gradients
+        return gradients + self.aside.gradients()

@@ -317,20 +317,6 @@ def test_a_hook_removed_in_the_region_never_fires():
     same(scenario, [3.0])
 
 
-def test_caveat_a_captured_one_has_its_hooks_called_once_for_each_region():
-    def scenario(run):
-        w, calls = param([2.0]), []
-        w.register_hook(lambda g: calls.append(1))
-        h = tensor([1.0]) * 1.0
-        for _ in range(2):
-            h = run(lambda a: a * w, h)
-        h.sum().backward()
-        return len(calls), values(w.grad)
-
-    assert scenario(plain) == (1, [4.0])
-    assert scenario(recompute) == (2, [4.0])
-
-
 def test_the_same_weight_as_argument_in_a_tuple_and_captured():
     def scenario(run):
         x, w = tensor([1.0, 2.0]), param([3.0, 4.0])
