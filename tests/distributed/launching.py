@@ -1,0 +1,56 @@
+"""Two processes, started as users start them, with a time limit and their logs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+HERE = Path(__file__).parent
+PROGRAMS = HERE / "programs"
+SECONDS = 180
+
+
+def launch(tmp_path, program, *arguments, starter=(), **environment):
+    """Run a program on two ranks with gloo. Fails with both logs if one of them did.
+
+    Args:
+        tmp_path: Where the logs go.
+        program: A program in `programs/`, which prints "done" when all was right.
+        *arguments: Its arguments.
+        starter: What comes before `-m paddle.distributed.launch`.
+        **environment: Variables to set.
+    """
+    logs = tmp_path / "log"
+    command = [
+        *(sys.executable, *starter, "-m", "paddle.distributed.launch"),
+        *("--nproc_per_node", "2", "--backend", "gloo", "--log_dir", str(logs)),
+        *(str(PROGRAMS / program), *arguments),
+    ]
+    path = os.pathsep.join(map(str, (HERE.parent.parent, HERE.parent)))
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **environment},
+        start_new_session=True,  # to end with its workers
+    )
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+        ending = f"ended with {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        ending = f"had not ended after {SECONDS} s"
+    texts = [(log, log.read_text()) for log in sorted(logs.glob("workerlog.*"))]
+    are_done = [text.rstrip().endswith("done") for _, text in texts]
+    if process.returncode or are_done != [True, True]:
+        shown = "\n".join(f"--- {log.name}\n{text[-6000:]}" for log, text in texts)
+        pytest.fail(f"{program} {ending}.\n--- launcher\n{output[-3000:]}\n{shown}", pytrace=False)
