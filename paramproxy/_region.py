@@ -31,6 +31,7 @@ from paramproxy._compat import EagerParamBase, Tensor
 from paramproxy._graph import reaches
 from paramproxy._hooks import hooks_registered_once
 from paramproxy._leaf import Handover
+from paramproxy._objects import Objects
 from paramproxy._operand import Operand, as_intermediates
 from paramproxy._options import Options
 from paramproxy._placement import Placement
@@ -75,6 +76,7 @@ class Region:
         metadata: That of the first run's result.
         hidden: Tensors inside of arguments that are no containers, each with
             the position of the argument.
+        objects: What it changed of the plain objects that it was called with.
         kept_calls: What the calls of `keep` in it gave.
         meter: What measures it, while somebody asks for a report.
     """
@@ -90,6 +92,7 @@ class Region:
     buffers: Buffers
     metadata: Metadata = attrs.field(factory=list)
     hidden: list[tuple[int, Any]] = attrs.field(factory=list)
+    objects: Objects = attrs.field(factory=Objects)
     kept_calls: list[Any] = attrs.field(factory=list)
     meter: Meter | None = None
 
@@ -166,6 +169,7 @@ class Region:
     def first_run(self, tensors: list[Any], *, record: bool) -> Any:
         """Call the function on the caller's own objects."""
         timed = contextlib.nullcontext() if self.meter is None else self.meter.first_run()
+        self.objects = Objects.of(self.call.leaves)
         try:
             with grad_mode(record), self.buffers.watched(self.captured), timed:
                 value = self.function(*self.call.args, **self.call.kwargs)
@@ -173,6 +177,7 @@ class Region:
             # Where the replay of a region around ends this first run, what it
             # has saved so far is waited for all the same.
             self.ambient = self.ambient.without_untouched()
+            self.objects.leave_out_unchanged()
             changed = self._own_change(tensors)
             self.call.release()
             self.hidden = []
@@ -306,6 +311,7 @@ class Region:
             self.ambient.restored(),
             self._storage_lent(),
             self.buffers.put_back(),
+            self.objects.put_back(),
             self.captured.flags_restored(flags),
             recomputing(),
         ):

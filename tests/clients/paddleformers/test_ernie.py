@@ -45,7 +45,7 @@ def loss_and_gradients(recomputed, **options):
     pytest.param({"use_filtered_label_loss": True}, id="filtered"),
     pytest.param({"use_filtered_label_loss": False}, id="whole"),
 ])  # fmt: skip
-def test_the_criterion_gives_what_it_gives_without_recompute(patched, options):
+def test_the_criterion_gives_what_it_gives_without_recompute(patched, engine, options):
     assert loss_and_gradients(True, **options) == loss_and_gradients(False, **options)
 
 

@@ -78,7 +78,7 @@ def trained(recomputed, delayed=False):
 
 
 @pytest.mark.parametrize("delayed", [False, True])
-def test_main_grads_are_those_of_the_training_without_recompute(patched, delayed):
+def test_main_grads_are_those_of_the_training_without_recompute(patched, engine, delayed):
     losses, gradients, weights = trained(recomputed=True, delayed=delayed)
     expected_losses, expected_gradients, expected_weights = trained(recomputed=False)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)

@@ -70,7 +70,7 @@ def trained(name, recomputed):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_under_the_patch_it_trains_as_without_recompute(patched, name):
+def test_under_the_patch_it_trains_as_without_recompute(patched, engine, name):
     expected, _ = trained(name, False)
     recomputed, layers = trained(name, True)
     assert_same(recomputed, expected)
