@@ -12,11 +12,12 @@ NEEDS_paddleformers := 'paddleformers==1.2.0' 'paddlepaddle==3.3.1'
 NEEDS_paddlenlp := 'paddlenlp==2.8.1' 'paddlepaddle==3.0.0' 'huggingface_hub<0.26' \
   'datasets<3' 'aistudio_sdk<0.3' 'pyarrow<19'
 
-.PHONY: help demo test lint types dist docs docs-serve bench check test-versions test-clients \
+.PHONY: help demo example test lint types dist docs docs-serve bench check test-versions test-clients \
   test-distributed clean
 
 help:
 	@echo "demo           install paramproxy with CPU Paddle, run the doctor"
+	@echo "example        an unmodified LLaMA: without recompute, with Paddle's, with paramproxy's"
 	@echo "test           install the test extras, run the whole suite"
 	@echo "test-versions  the suite on Paddle $(PADDLES), a venv for each"
 	@echo "test-clients   PaddleFormers, PaddleNLP and ERNIE train under paramproxy.patch()"
@@ -28,6 +29,11 @@ help:
 
 demo: $(VENV)/cpu.stamp
 	$(VENV)/bin/python -m paramproxy
+
+example: .venvs/paddleformers/client.stamp
+	.venvs/paddleformers/bin/python -W ignore examples/llama.py --plain
+	-.venvs/paddleformers/bin/python -W ignore examples/llama.py 2>&1 | tail -1
+	.venvs/paddleformers/bin/python -W ignore -m paramproxy run examples/llama.py
 
 test: $(VENV)/test.stamp
 	$(VENV)/bin/python -m pytest

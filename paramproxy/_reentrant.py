@@ -190,7 +190,8 @@ def _look_at_caller(region: Region) -> None:
         return
     if frame.f_code.co_name == "grad":
         _refuse(
-            region, "under paddle.grad: it would leave gradients in .grad of captured parameters"
+            region,
+            "under paddle.grad: parameters that no search finds would keep gradients in .grad",
         )
     if frame.f_locals.get("retain_graph"):
         msg = (

@@ -8,8 +8,16 @@ import paddle
 import pytest
 from support import ROOT, param, tensor
 
+import paramproxy
 
-PAGES = ["README.md", "docs/index.md", "docs/own-checkpointing.md", "docs/selective.md"]
+
+PAGES = [
+    "README.md",
+    "docs/index.md",
+    "docs/own-checkpointing.md",
+    "docs/selective.md",
+    "docs/in-paddles-place.md",
+]
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
 
 
@@ -30,8 +38,11 @@ def test_the_blocks_of_a_page_run_in_order(page):
         "weight": weight,
         "block": lambda x, w: paddle.tanh(paddle.matmul(x, w)),
     }
-    for block in found:
-        exec(compile(block, page, "exec"), scope)
+    try:
+        for block in found:
+            exec(compile(block, page, "exec"), scope)
+    finally:
+        paramproxy.unpatch()
 
 
 def test_the_first_program_of_the_docs_prints_what_it_says(capsys):
