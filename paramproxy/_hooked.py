@@ -26,7 +26,7 @@ from typing import Any
 
 import attrs
 
-from paramproxy._ambient import GradMode, RandomState
+from paramproxy._ambient import GradMode
 from paramproxy._caller import keeps_graph
 from paramproxy._compat import PACKED_VALUES_LEAK, Tensor
 from paramproxy._dispatch import (
@@ -42,7 +42,7 @@ from paramproxy._dispatch import (
     replay_announced,
     unpack,
 )
-from paramproxy._keep import KeptCall
+from paramproxy._keep import KeptCall, Skipped
 from paramproxy._mismatch import CAUSES, Comparison
 from paramproxy._options import Options
 from paramproxy._placement import Placement
@@ -273,13 +273,6 @@ class Recording:
                 if not (leaf.stop_gradient or leaf.is_leaf):
                     leaf._register_grad_hook(self.mode.note)
 
-    @property
-    def streams(self) -> RandomState | None:
-        """The random streams that the region restores, as they are now."""
-        if self.region is None or self.region.ambient.random is None:
-            return None
-        return self.region.ambient.random.capture_again()
-
     # Backward
 
     def unpack(self, packed: Any) -> Any:
@@ -373,14 +366,16 @@ class FirstRun(Frame):
         return ticket if self.outer is None else self.outer.take(tensor, ticket, is_layers)
 
     def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        streams = self.recording.streams
+        region = self.recording.region
+        assert region is not None  # its first run is going on
+        skipped = Skipped.before(region.ambient.random, region.objects)
         if self.below is not None and not self.below.runs_once:
             value = self.below.keep(function, args, kwargs)
         else:
             with pushed(Once(self)):
                 value = function(*args, **kwargs)
-        random = None if streams is None else streams.moved_on()
-        self.recording.calls.append(KeptCall.of(value, random))
+        skipped.after()
+        self.recording.calls.append(KeptCall.of(value, skipped))
         return value
 
 

@@ -10,11 +10,12 @@ import attrs
 from paramproxy._ambient import RandomState
 from paramproxy._compat import EagerParamBase, Tensor
 from paramproxy._dispatch import region_frame
+from paramproxy._objects import Objects, fill
 from paramproxy._saved import refuse_change
 from paramproxy._tree import alias, flatten, unflatten
 
 
-__all__ = ["KeptCall", "keep"]
+__all__ = ["KeptCall", "Skipped", "keep"]
 
 R = TypeVar("R")
 
@@ -57,13 +58,47 @@ def keep(function: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
         ['attention']
 
     !!! warning
-        Do not change what it returns in place: make a new tensor of it.
+        Do not change what it returns in place: make a new tensor of it. In
+        reentrant mode what it hands on by another way than its result, in an
+        object that it writes into, has no gradient.
     """
     frame = region_frame()
     if frame is None:
         return function(*args, **kwargs)
     result: R = frame.keep(function, args, kwargs)
     return result
+
+
+@attrs.define(eq=False)
+class Skipped:
+    """What a kept call moves on, besides returning something: a replay skips the call.
+
+    Attributes:
+        random: The random streams, or None.
+        objects: The objects that the region was called with.
+        written: Those that are written by the end of the call.
+    """
+
+    random: RandomState | None
+    objects: Objects
+    written: list[Any] = attrs.field(factory=list)
+
+    @classmethod
+    def before(cls, random: RandomState | None, objects: Objects) -> Skipped:
+        """To be made before the call."""
+        return cls(None if random is None else random.capture_again(), objects)
+
+    def after(self) -> None:
+        """To be called after it."""
+        if self.random is not None:
+            self.random = self.random.moved_on()
+        self.written = self.objects.written()
+
+    def again(self) -> None:
+        """In a replay: as after the call."""
+        if self.random is not None:
+            self.random.restore()
+        fill(self.written)
 
 
 @attrs.frozen(eq=False)
@@ -74,30 +109,29 @@ class KeptCall:
         leaves: The flat result, with an alias of each tensor.
         versions: The in-place version counter of each tensor, by position.
         spec: Its shape.
-        random: The random streams after the call, which a replay skips.
+        skipped: What else it did.
     """
 
     leaves: list[Any]
     versions: dict[int, int]
     spec: Any
-    random: RandomState | None
+    skipped: Skipped
 
     @classmethod
-    def of(cls, value: Any, random: RandomState | None) -> KeptCall:
+    def of(cls, value: Any, skipped: Skipped) -> KeptCall:
         leaves, spec = flatten(value)
         versions = {
             position: leaf._inplace_version()
             for position, leaf in enumerate(leaves)
             if isinstance(leaf, Tensor) and leaf._is_initialized()
         }
-        return cls([_alias(leaf) for leaf in leaves], versions, spec, random)
+        return cls([_alias(leaf) for leaf in leaves], versions, spec, skipped)
 
     def again(self) -> Any:
         """The result, for a replay."""
         for position, version in self.versions.items():
             refuse_change(self.leaves[position], version)
-        if self.random is not None:
-            self.random.restore()
+        self.skipped.again()
         return unflatten(self.spec, [_alias(leaf) for leaf in self.leaves])
 
 

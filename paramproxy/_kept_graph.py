@@ -13,11 +13,12 @@ import attrs
 import paddle
 from paddle.autograd import PyLayer
 
-from paramproxy._ambient import RandomState, grad_mode
+from paramproxy._ambient import grad_mode
 from paramproxy._aside import Aside
 from paramproxy._call import Result
 from paramproxy._compat import Tensor, with_own_header
 from paramproxy._dispatch import Frame, pass_through, pushed, unpack
+from paramproxy._keep import Skipped
 from paramproxy._leaf import Handover, leaf_gradient
 from paramproxy._operand import as_intermediates
 from paramproxy._options import Options
@@ -41,13 +42,13 @@ class KeptGraph:
         region: The call.
         replay: Its one run.
         shapes: Shape and dtype of each operand that is no parameter.
-        random: The random streams after the call, which a replay skips.
+        skipped: What else it did.
     """
 
     region: Region
     replay: Replay
     shapes: list[tuple[Any, Any] | None]
-    random: RandomState | None
+    skipped: Skipped
 
     @classmethod
     def of(
@@ -56,28 +57,27 @@ class KeptGraph:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         constants: set[int],
-        meter: Meter | None,
-        random: RandomState | None,
+        around: Region,
     ) -> KeptGraph:
         """Run the call, recording.
 
         Without grad mode every tensor looks like a constant. Only those that the
-        region was called with are known to be.
+        region around was called with are known to be.
         """
         region, tensors = _opened(function, args, kwargs)
         for operand, tensor in zip(region.operands, tensors):
             if operand.parameter is None and id(tensor) not in constants:
                 operand.stop_gradient = not is_differentiable(tensor)
                 operand.is_leaf = operand.stop_gradient
-        streams = None if random is None else random.capture_again()
+        skipped = Skipped.before(around.ambient.random, around.objects)
         handover = Handover()
         standins = [o.standin(alias(t), handover) for o, t in zip(region.operands, tensors)]
-        hook = None if meter is None else unpack
+        hook = None if around.meter is None else unpack
         aside = Aside(region.own_parameters)
-        with grad_mode(True), pushed(_Inside(meter=meter), hook), aside.recording():
+        with grad_mode(True), pushed(_Inside(meter=around.meter), hook), aside.recording():
             given = as_intermediates(region.operands, standins)
             value = region.call_now(given)
-        random = None if streams is None else streams.moved_on()
+        skipped.after()
         region.call.release()
         shapes: list[tuple[Any, Any] | None] = []
         for operand, standin in zip(region.operands, standins):
@@ -86,7 +86,7 @@ class KeptGraph:
             if inner is not standin:
                 standin._clear_dataptr()  # the graph holds what it needs of the other one
         pairs = list(zip(region.operands, standins))
-        return cls(region, Replay(Result.of(value), pairs, handover, aside), shapes, random)
+        return cls(region, Replay(Result.of(value), pairs, handover, aside), shapes, skipped)
 
     def value(self, outputs: dict[int, Any] | None = None) -> Any:
         """The result: these outputs, detached tensors in the other places."""
@@ -232,14 +232,7 @@ class FirstRun(_Transparent):
         if isinstance(self.below, SecondRun):
             graph = self.below.next_graph()
         else:
-            graph = KeptGraph.of(
-                function,
-                args,
-                kwargs,
-                self.constants,
-                self.region.meter,
-                self.region.ambient.random,
-            )
+            graph = KeptGraph.of(function, args, kwargs, self.constants, self.region)
         self.region.kept_calls.append(graph)
         return graph.value()
 
@@ -267,8 +260,7 @@ class SecondRun(_Transparent):
             )
             raise ReplayMismatchError(msg)
         graph: KeptGraph = self.region.kept_calls[index]
-        if graph.random is not None:
-            graph.random.restore()
+        graph.skipped.again()
         return graph
 
     def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

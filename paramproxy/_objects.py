@@ -19,7 +19,7 @@ import paddle
 from paramproxy._compat import Tensor
 
 
-__all__ = ["Objects"]
+__all__ = ["Objects", "fill"]
 
 # No more objects than this are looked at in one call.
 LARGEST_SEARCH = 1024
@@ -63,17 +63,19 @@ class Objects:
         """After the first run."""
         self.before = [pair for pair in self.before if not _same(*pair)]
 
+    def written(self) -> list[tuple[_Holder, _Holder]]:
+        """Those that were changed so far, with what is in them now."""
+        return [(holder, holder.copy()) for holder, old in self.before if not _same(holder, old)]
+
     @contextlib.contextmanager
     def put_back(self) -> Iterator[None]:
         """They are as the first run found them; afterwards as they are now."""
         now = [(holder, holder.copy()) for holder, _ in self.before]
         try:
-            for holder, content in self.before:
-                _fill(holder, content)
+            fill(self.before)
             yield
         finally:
-            for holder, content in now:
-                _fill(holder, content)
+            fill(now)
 
 
 def _is_holder(value: Any) -> bool:
@@ -91,9 +93,11 @@ def _same(one: Any, other: Any) -> bool:
     return all(item is twin for item, twin in zip(items, twins))
 
 
-def _fill(holder: Any, content: Any) -> None:
-    holder.clear()
-    if isinstance(holder, list):
-        holder.extend(content)
-    else:
-        holder.update(content)
+def fill(contents: list[tuple[Any, Any]]) -> None:
+    """Put into each holder what belongs into it."""
+    for holder, content in contents:
+        holder.clear()
+        if isinstance(holder, list):
+            holder.extend(content)
+        else:
+            holder.update(content)

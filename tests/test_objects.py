@@ -7,8 +7,9 @@ import types
 import attrs
 import paddle
 import pytest
-from support import MODES, param, same, tensor, values
+from support import MODES, hooked, param, plain, same, tensor, values
 
+import paramproxy
 from paramproxy import ReplayError, recompute
 
 
@@ -163,3 +164,48 @@ def test_a_large_object_is_not_searched_to_its_end():
     x = tensor([2.0])
     recompute(lambda a, big: a * big.items[7].n, x * 1.0, big).backward()
     assert values(x.grad) == [7.0]
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_what_a_kept_call_has_written_counts_as_written(nested):
+    """A replay does not make the call, and goes on from what it left behind."""
+
+    def scenario(run):
+        x, state = tensor([1.0, 2.0]), types.SimpleNamespace(steps=0, log=[])
+
+        def step(a):
+            state.steps += 1
+            state.log.append(state.steps)
+            return paddle.exp(a)
+
+        def region(a, state):
+            state.steps += 1
+            b = paramproxy.keep(step, a)
+            state.steps += 1
+            state.log.append(state.steps)
+            return paddle.tanh(b * state.steps) * len(state.log)
+
+        def outer(a, state):
+            return run(region, a, state) if nested else region(a, state)
+
+        h = run(outer, x * 1.0, state)
+        h = run(outer, h, state)
+        h.sum().backward()
+        return values(h), values(x.grad), state.steps, state.log
+
+    same(scenario)
+
+
+def test_caveat_what_a_kept_call_hands_on_by_an_object_has_no_gradient_in_reentrant_mode():
+    def scenario(run):
+        x, cache = tensor([1.0]), Cache()
+
+        def region(a, cache):
+            paramproxy.keep(lambda b: cache.update(0, b * 2.0), a)
+            return cache.layers[0].keys + a
+
+        run(region, x * 1.0, cache).sum().backward()
+        return values(x.grad)
+
+    assert scenario(plain) == scenario(hooked) == [3.0]
+    assert scenario(recompute) == [1.0]
