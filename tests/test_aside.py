@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import types
 
 import numpy as np
 import paddle
@@ -220,6 +221,22 @@ def test_caveat_the_hook_of_a_parameter_that_the_function_does_not_use_is_called
 
     assert scenario(plain) == ([], None)
     assert scenario(recompute) == ([True], None)
+
+
+def test_caveat_a_parameter_that_no_search_finds_is_told_once_for_each_region():
+    hidden = types.SimpleNamespace(box=types.SimpleNamespace(w=None))
+
+    def scenario(run):
+        hidden.box.w = param([2.0])
+        told = heard(hidden.box.w)
+        h = tensor([1.0]) * 1.0
+        for _ in range(2):
+            h = run(lambda a: a * hidden.box.w, h)
+        h.sum().backward()
+        return told.count("ready"), values(hidden.box.w.grad)
+
+    assert scenario(plain) == (1, [4.0])
+    assert scenario(recompute) == (2, [4.0])
 
 
 # Other threads.

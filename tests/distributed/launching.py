@@ -16,7 +16,7 @@ PROGRAMS = HERE / "programs"
 SECONDS = 180
 
 
-def launch(tmp_path, program, *arguments, starter=(), **environment):
+def launch(tmp_path, program, *arguments, starter=(), seconds=SECONDS, **environment):
     """Run a program on two ranks with gloo. Fails with both logs if one of them did.
 
     Args:
@@ -24,6 +24,7 @@ def launch(tmp_path, program, *arguments, starter=(), **environment):
         program: A program in `programs/`, which prints "done" when all was right.
         *arguments: Its arguments.
         starter: What comes before `-m paddle.distributed.launch`.
+        seconds: When to end it all.
         **environment: Variables to set.
     """
     logs = tmp_path / "log"
@@ -43,12 +44,12 @@ def launch(tmp_path, program, *arguments, starter=(), **environment):
         start_new_session=True,  # to end with its workers
     )
     try:
-        output, _ = process.communicate(timeout=SECONDS)
+        output, _ = process.communicate(timeout=seconds)
         ending = f"ended with {process.returncode}"
     except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
         output, _ = process.communicate()
-        ending = f"had not ended after {SECONDS} s"
+        ending = f"had not ended after {seconds} s"
     texts = [(log, log.read_text()) for log in sorted(logs.glob("workerlog.*"))]
     are_done = ["done" in text.splitlines() for _, text in texts]
     if process.returncode or are_done != [True, True]:
