@@ -40,18 +40,29 @@ def launch(tmp_path, program, *arguments, starter=(), seconds=SECONDS, **environ
         stderr=subprocess.STDOUT,
         text=True,
         cwd=tmp_path,
+        # In the background a shell has it ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         env={**os.environ, "PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **environment},
-        start_new_session=True,  # to end with its workers
     )
     try:
         output, _ = process.communicate(timeout=seconds)
         ending = f"ended with {process.returncode}"
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        output, _ = process.communicate()
+        output = _ended(process)
         ending = f"had not ended after {seconds} s"
     texts = [(log, log.read_text()) for log in sorted(logs.glob("workerlog.*"))]
     are_done = ["done" in text.splitlines() for _, text in texts]
     if process.returncode or are_done != [True, True]:
         shown = "\n".join(f"--- {log.name}\n{text[-6000:]}" for log, text in texts)
         pytest.fail(f"{program} {ending}.\n--- launcher\n{output[-3000:]}\n{shown}", pytrace=False)
+
+
+def _ended(process):
+    """End the launcher, which ends its workers if it is interrupted. Returns its output."""
+    process.send_signal(signal.SIGINT)
+    try:
+        output, _ = process.communicate(timeout=60)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        output, _ = process.communicate()
+    return output

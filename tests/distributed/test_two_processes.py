@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import pytest
 from launching import launch
 
@@ -31,6 +33,8 @@ def test_a_rank_that_fails_or_hangs_is_ended_and_its_log_shown(tmp_path, how, se
     assert words in str(caught.value)
     assert "--- workerlog.1" in str(caught.value)
     assert "rank 1 was here" in str(caught.value)
+    running = subprocess.run(["ps", "-wweo", "args"], capture_output=True, text=True, check=True)
+    assert f"broken.py {how}" not in running.stdout
 
 
 def test_a_program_that_does_not_come_to_its_end_is_no_success(tmp_path):
