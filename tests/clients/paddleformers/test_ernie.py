@@ -40,13 +40,23 @@ def loss_and_gradients(recomputed, **options):
     return float(loss), values(hidden.grad), values(weight.grad)
 
 
-@pytest.mark.parametrize("options", [
-    pytest.param({"use_filtered_label_loss": True, "offload_lm_head": True}, id="offloaded"),
-    pytest.param({"use_filtered_label_loss": True}, id="filtered"),
-    pytest.param({"use_filtered_label_loss": False}, id="whole"),
-])  # fmt: skip
-def test_the_criterion_gives_what_it_gives_without_recompute(patched, engine, options):
-    assert loss_and_gradients(True, **options) == loss_and_gradients(False, **options)
+OPTIONS = {
+    "offloaded": {"use_filtered_label_loss": True, "offload_lm_head": True},
+    "filtered": {"use_filtered_label_loss": True},
+    "whole": {"use_filtered_label_loss": False},
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_criterion_gives_what_it_gives_without_recompute(patched, engine, name):
+    expected = loss_and_gradients(False, **OPTIONS[name])
+    assert loss_and_gradients(True, **OPTIONS[name]) == expected
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_the_criterion_as_with_paddles_own(name):
+    expected = loss_and_gradients(False, **OPTIONS[name])
+    assert loss_and_gradients(True, **OPTIONS[name]) == expected
 
 
 # Refined recompute: some calls of a region are not made again. ERNIE's knows the

@@ -79,7 +79,15 @@ def trained(recomputed, delayed=False):
 
 @pytest.mark.parametrize("delayed", [False, True])
 def test_main_grads_are_those_of_the_training_without_recompute(patched, engine, delayed):
-    losses, gradients, weights = trained(recomputed=True, delayed=delayed)
+    assert_same(trained(recomputed=True, delayed=delayed))
+
+
+def test_as_with_paddles_own():
+    assert_same(trained(recomputed=True))
+
+
+def assert_same(training):
+    losses, gradients, weights = training
     expected_losses, expected_gradients, expected_weights = trained(recomputed=False)
     np.testing.assert_allclose(losses, expected_losses, rtol=1e-6)
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
