@@ -6,12 +6,10 @@ Captured in one place and restored in one place, on every path out.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator
 from typing import Any
 
 import attrs
-import numpy as np
 import paddle
 
 from paramproxy._compat import (
@@ -21,6 +19,7 @@ from paramproxy._compat import (
     get_rng_state_tracker,
     tracer,
 )
+from paramproxy._streams import Snapshot, numpy_snapshot, python_snapshot
 
 
 __all__ = [
@@ -79,8 +78,8 @@ class RandomState:
     paddle: Any
     tracker: Any
     custom: CustomState | None
-    numpy: Any
-    python: Any
+    numpy: Snapshot | None
+    python: Snapshot | None
 
     @classmethod
     def capture(cls, *, numpy: bool = True, python: bool = True) -> RandomState:
@@ -88,8 +87,8 @@ class RandomState:
             paddle=paddle.get_rng_state(),
             tracker=get_rng_state_tracker().get_states_tracker(),
             custom=CustomState.capture(),
-            numpy=np.random.get_state(legacy=False) if numpy else None,
-            python=random.getstate() if python else None,
+            numpy=numpy_snapshot() if numpy else None,
+            python=python_snapshot() if python else None,
         )
 
     def capture_again(self) -> RandomState:
@@ -98,8 +97,8 @@ class RandomState:
             paddle=paddle.get_rng_state(),
             tracker=get_rng_state_tracker().get_states_tracker(),
             custom=None if self.custom is None else self.custom.capture_again(),
-            numpy=None if self.numpy is None else np.random.get_state(legacy=False),
-            python=None if self.python is None else random.getstate(),
+            numpy=None if self.numpy is None else numpy_snapshot(),
+            python=None if self.python is None else python_snapshot(),
         )
 
     def moved_on(self) -> RandomState:
@@ -108,9 +107,9 @@ class RandomState:
 
     def _untouched(self) -> dict[str, None]:
         untouched: dict[str, None] = {}
-        if self.numpy is not None and _same(self.numpy, np.random.get_state(legacy=False)):
+        if self.numpy is not None and self.numpy.is_same(numpy_snapshot()):
             untouched["numpy"] = None
-        if self.python is not None and self.python == random.getstate():
+        if self.python is not None and self.python.is_same(python_snapshot()):
             untouched["python"] = None
         return untouched
 
@@ -128,9 +127,9 @@ class RandomState:
             if self.custom is not None:
                 stack.callback(self.custom.restore)
             if self.python is not None:
-                stack.callback(random.setstate, self.python)
+                stack.callback(self.python.restore)
             if self.numpy is not None:
-                stack.callback(np.random.set_state, self.numpy)
+                stack.callback(self.numpy.restore)
             stack.callback(get_rng_state_tracker().set_states_tracker, self.tracker)
             stack.callback(paddle.set_rng_state, self.paddle)
 
@@ -143,15 +142,6 @@ class RandomState:
             yield
         finally:
             now.restore()
-
-
-def _same(one: Any, other: Any) -> bool:
-    """Whether two states of a numpy generator are equal: nested dicts with arrays in them."""
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, np.ndarray):
-        return bool((one == other).all())
-    return bool(one == other)
 
 
 @attrs.frozen

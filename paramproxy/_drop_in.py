@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import random
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
+
+import numpy as np
 
 from paramproxy._ambient import CustomState, RandomState
 from paramproxy._caller import warn
 from paramproxy._compat import Tensor
 from paramproxy._options import Options
 from paramproxy._recompute import recompute_call
+from paramproxy._streams import Snapshot
 from paramproxy._tree import detach, flatten
 from paramproxy._view import unwrap
 
@@ -133,5 +137,7 @@ def switch_rng_state_tracker(
             )
             raise TypeError(msg)
         custom = CustomState(custom_state, custom_get_state_func, custom_set_state_func)
-    with RandomState(rng_state, tracker, custom, numpy_state, random_state).restored():
+    numpy = None if numpy_state is None else Snapshot(numpy_state, np.random.set_state)
+    python = None if random_state is None else Snapshot(random_state, random.setstate)
+    with RandomState(rng_state, tracker, custom, numpy, python).restored():
         yield

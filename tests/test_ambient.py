@@ -12,7 +12,7 @@ from paddle.base import core
 from support import Counted, param, plain, same, tensor, values
 
 import paramproxy
-from paramproxy import recompute
+from paramproxy import _ambient, recompute
 from paramproxy._compat import amp_module, get_rng_state_tracker, tracer
 
 
@@ -124,9 +124,9 @@ def test_without_preserve_rng_state_no_stream_is_read(monkeypatch):
     for owner, name in (
         (paddle, "get_rng_state"),
         (paddle, "set_rng_state"),
-        (np.random, "get_state"),
+        (_ambient, "numpy_snapshot"),
         (np.random, "set_state"),
-        (random, "getstate"),
+        (_ambient, "python_snapshot"),
         (random, "setstate"),
     ):
         monkeypatch.setattr(owner, name, refuse)

@@ -134,8 +134,8 @@ def test_external_streams_are_not_even_looked_at(monkeypatch):
     def refuse(*_, **__):
         raise AssertionError
 
-    monkeypatch.setattr("numpy.random.get_state", refuse)
-    monkeypatch.setattr("random.getstate", refuse)
+    monkeypatch.setattr("paramproxy._ambient.numpy_snapshot", refuse)
+    monkeypatch.setattr("paramproxy._ambient.python_snapshot", refuse)
     region = Counted(paddle.exp)
     hooked(region, tensor([1.0]) * 1.0, preserve_external_rng_state=False).sum().backward()
     assert region.calls == 2
