@@ -24,7 +24,7 @@ help:
 	@echo "test-distributed  two processes: data, tensor, sharding and pipeline parallelism"
 	@echo "lint types     ruff; mypy, strict"
 	@echo "dist docs      build sdist and wheel; build the docs into site/"
-	@echo "bench          what a leaf costs, beside Paddle's copy of a parameter"
+	@echo "bench          every cost beside Paddle's own, in one table of ratios"
 	@echo "check          lint types test dist docs"
 
 demo: $(VENV)/cpu.stamp
@@ -57,7 +57,7 @@ docs-serve: $(VENV)/docs.stamp
 	$(VENV)/bin/mkdocs serve
 
 bench: $(VENV)/cpu.stamp
-	$(VENV)/bin/python -W ignore bench/leaf.py
+	$(VENV)/bin/python -W ignore bench
 
 check: lint types test dist docs
 

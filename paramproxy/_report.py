@@ -7,14 +7,15 @@ import io
 import time
 from collections.abc import Iterable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import attrs
-from rich.console import Console
-from rich.filesize import decimal
-from rich.table import Table
 
 from paramproxy._parameter import nbytes
+
+
+if TYPE_CHECKING:  # it takes longer to import than most of this package
+    from rich.table import Table
 
 
 __all__ = ["Meter", "Report", "ReportRow", "meter", "report"]
@@ -67,6 +68,9 @@ class Report:
         return self.rows[-1]
 
     def __rich__(self) -> Table:
+        from rich.filesize import decimal
+        from rich.table import Table
+
         table = Table(caption="Bytes kept for backward, against those of the same calls without")
         table.add_column("region", overflow="fold")
         for title in ("calls", "replays", "saved", "without", "first run", "replay"):
@@ -84,6 +88,8 @@ class Report:
         return table
 
     def __str__(self) -> str:
+        from rich.console import Console
+
         text = io.StringIO()
         Console(file=text, width=100).print(self)
         return text.getvalue()
