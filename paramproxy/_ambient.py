@@ -27,8 +27,8 @@ __all__ = [
     "CustomState",
     "GradMode",
     "RandomState",
-    "final_hooks_kept",
     "grad_mode",
+    "keep_final_hooks",
     "streams_kept",
 ]
 
@@ -203,23 +203,18 @@ class Ambient:
         """After the first run: leave out what need not be restored."""
         return self if self.random is None else Ambient(self.amp, self.random.without_untouched())
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """Gradients on, and everything as it was; afterwards as it is now."""
-        random_now = None if self.random is None else self.random.capture_again()
-        now = Ambient(AmpState.capture(), random_now)
-        with contextlib.ExitStack() as stack:
-            stack.callback(now._put_back)
-            self._put_back()
-            stack.enter_context(grad_mode(True))
-            yield
-
-    def _put_back(self) -> None:
-        try:
+    def put_back(self, stack: contextlib.ExitStack) -> None:
+        """Gradients on, and everything as it was; when the stack closes, as it is now."""
+        now = tracer()
+        stack.callback(setattr, now, "_has_grad", now._has_grad)
+        now._has_grad = True
+        if self.random is not None:
+            stack.callback(self.random.capture_again().restore)
+            self.random.restore()
+        amp = AmpState.capture()
+        if amp != self.amp:
+            stack.callback(amp.restore)
             self.amp.restore()
-        finally:
-            if self.random is not None:
-                self.random.restore()
 
 
 @contextlib.contextmanager
@@ -272,8 +267,7 @@ def streams_kept() -> Iterator[None]:
         now.restore()
 
 
-@contextlib.contextmanager
-def final_hooks_kept() -> Iterator[None]:
+def keep_final_hooks(stack: contextlib.ExitStack) -> None:
     """Re-arm AMP's master-grad hook, which every backward runs and forgets.
 
     The backward inside a backward is one too: `RunBackward` in Paddle's
@@ -281,9 +275,12 @@ def final_hooks_kept() -> Iterator[None]:
     come after the first region would stay in low precision.
     """
     state: Any = amp_module.amp_global_state()
-    armed = state.already_register_final_backward_hook
-    yield
-    if armed and not state.already_register_final_backward_hook:
+    if state.already_register_final_backward_hook:
+        stack.callback(_arm_final_hooks, state)
+
+
+def _arm_final_hooks(state: Any) -> None:
+    if not state.already_register_final_backward_hook:
         python = amp_module._g_amp_state_
         with paddle.amp.auto_cast(enable=False):
             amp_module._g_amp_state_ = python

@@ -165,18 +165,15 @@ class Buffers:
         snapshot = self.snapshots.get(id(tensor))
         return snapshot is not None and not bool(paddle.equal_all(tensor, snapshot))
 
-    @contextlib.contextmanager
-    def put_back(self) -> Iterator[None]:
-        """The replay: on what the first run found, and without a trace."""
+    def put_back(self, stack: contextlib.ExitStack) -> None:
+        """For the replay what the first run found; when the stack closes, what is there now."""
         originals = [(t, alias(t)) for t in self.changed if t._is_initialized()]
-        with contextlib.ExitStack() as stack:
-            for layer in self.bindings:
-                if layer in self.rebound or not layer.are_as_before():
-                    stack.enter_context(layer.restored())
-            for tensor, original in originals:
-                stack.callback(tensor._set_impl, original)
-                tensor._set_impl(self.snapshots.get(id(tensor), original).clone())
-            yield
+        for layer in self.bindings:
+            if layer in self.rebound or not layer.are_as_before():
+                stack.enter_context(layer.restored())
+        for tensor, original in originals:
+            stack.callback(tensor._set_impl, original)
+            tensor._set_impl(self.snapshots.get(id(tensor), original).clone())
 
 
 def _may_be_written(tensor: Any, version: int) -> bool:

@@ -71,10 +71,10 @@ class Call:
         self.args, self.kwargs, self.tensors = (), {}, []
 
     def filled(
-        self, tensors: list[Any], rebind: Callable[[Any], Any]
+        self, tensors: list[Any], rebind: Callable[[Any], Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """New args and kwargs: these tensors in the places of the old, the rest rebound."""
-        leaves = [rebind(leaf) for leaf in self.leaves]
+        leaves = list(map(rebind, self.leaves)) if rebind is not None else list(self.leaves)
         for tensor, places in zip(tensors, self.places):
             for position in places:
                 leaves[position] = tensor

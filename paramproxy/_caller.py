@@ -13,6 +13,8 @@ import sys
 import types
 import warnings
 
+from paramproxy._compat import backward
+
 
 __all__ = ["backward_frame", "is_paddles", "is_users", "keeps_graph", "makes_graph", "warn"]
 
@@ -23,7 +25,7 @@ def backward_frame() -> types.FrameType | None:
     while frame is not None:
         code = frame.f_code
         is_backward = code.co_name in ("backward", "grad") and "retain_graph" in code.co_varnames
-        if is_backward and is_paddles(frame):
+        if is_backward and (is_paddles(frame) or code is backward.__code__):
             return frame
         frame = frame.f_back
     return None

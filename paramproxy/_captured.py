@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from typing import Any
 
 import attrs
@@ -228,30 +228,26 @@ class Captured:
         """Whether what is in `container` was looked at."""
         return id(container) in self._seen
 
-    @contextlib.contextmanager
-    def flags_restored(self, arguments: Iterable[tuple[Any, bool]]) -> Iterator[None]:
-        """While it lasts, the flags of parameters and layers are those of the first run.
+    def put_flags_back(
+        self, stack: contextlib.ExitStack, arguments: Iterable[tuple[Any, bool]]
+    ) -> None:
+        """Until the stack closes, the flags of parameters and layers are those of the first run.
 
         A GAN freezes and unfreezes its discriminator between forward and backward.
 
         Args:
+            stack: Puts back the flags of now.
             arguments: The parameters that were passed, each with its flag.
         """
         params = [(p, False) for p in self.parameters] + [(p, True) for p in self.frozen]
-        params += arguments
-        changed = [(p, flag) for p, flag in params if p.stop_gradient != flag]
-        switched = [(layer, mode) for layer, mode in self.layers if layer.training != mode]
-        for param, flag in changed:
-            param.stop_gradient = flag
-        for layer, mode in switched:
-            layer.training = mode
-        try:
-            yield
-        finally:
-            for param, flag in changed:
-                param.stop_gradient = not flag
-            for layer, mode in switched:
-                layer.training = not mode
+        for param, flag in (*params, *arguments):
+            if param.stop_gradient != flag:
+                stack.callback(setattr, param, "stop_gradient", not flag)
+                param.stop_gradient = flag
+        for layer, mode in self.layers:
+            if layer.training != mode:
+                stack.callback(setattr, layer, "training", not mode)
+                layer.training = mode
 
 
 _CONSTANTS = frozenset(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import os
 import re
 import sys
@@ -48,6 +49,7 @@ __all__ = [
     "StaticFunction",
     "Tensor",
     "amp_module",
+    "backward",
     "core",
     "custom_state_manager",
     "get_rng_state_tracker",
@@ -162,6 +164,27 @@ def mark_recomputed(function: Any) -> Any:
     from paddle.distributed.auto_parallel.interface import recompute
 
     return recompute(function)
+
+
+# The C function takes as many arguments as Paddle's own gives it, and crashes with fewer.
+_BACKWARD = tuple(inspect.signature(paddle.autograd.backward).parameters)
+_EXTRA: dict[tuple[str, ...], tuple[None, ...]] = {
+    ("tensors", "grad_tensors", "retain_graph"): (),
+    ("tensors", "grad_tensors", "retain_graph", "dump_backward_graph_path"): (None,),
+}
+_EXTRA_ARGUMENTS = _EXTRA.get(_BACKWARD)
+
+
+def backward(tensors: list[Any], gradients: list[Any], retain_graph: bool = False) -> None:
+    """`paddle.autograd.backward`, without its looking at the arguments.
+
+    Whoever looks for the frame of a backward knows this one as well.
+    """
+    if _EXTRA_ARGUMENTS is None:
+        paddle.autograd.backward(tensors, gradients, retain_graph)
+    else:
+        run: Any = core.eager.run_backward
+        run(tensors, gradients, retain_graph, *_EXTRA_ARGUMENTS)
 
 
 def is_made_by_no_op(tensor: Any) -> bool:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import attrs
@@ -67,15 +67,11 @@ class Objects:
         """Those that were changed so far, with what is in them now."""
         return [(holder, holder.copy()) for holder, old in self.before if not _same(holder, old)]
 
-    @contextlib.contextmanager
-    def put_back(self) -> Iterator[None]:
-        """They are as the first run found them; afterwards as they are now."""
-        now = [(holder, holder.copy()) for holder, _ in self.before]
-        try:
+    def put_back(self, stack: contextlib.ExitStack) -> None:
+        """As the first run found them; when the stack closes, as they are now."""
+        if self.before:
+            stack.callback(fill, [(holder, holder.copy()) for holder, _ in self.before])
             fill(self.before)
-            yield
-        finally:
-            fill(now)
 
 
 def _is_holder(value: Any) -> bool:

@@ -22,7 +22,7 @@ from typing import Any
 import attrs
 import paddle
 
-from paramproxy._ambient import Ambient, final_hooks_kept, grad_mode
+from paramproxy._ambient import Ambient, grad_mode, keep_final_hooks
 from paramproxy._aside import Aside
 from paramproxy._buffers import Buffers
 from paramproxy._call import Call, Metadata, Result
@@ -38,7 +38,7 @@ from paramproxy._placement import Placement
 from paramproxy._rebind import Rebinder
 from paramproxy._replay import Replay
 from paramproxy._report import Meter, meter
-from paramproxy._settings import recomputing
+from paramproxy._settings import begin_recomputing
 from paramproxy._tree import alias, hidden_tensors
 from paramproxy.exceptions import (
     MutationError,
@@ -306,15 +306,14 @@ class Region:
     def restored(self) -> Iterator[None]:
         """The world of the first run; afterwards that of now."""
         flags = [(o.parameter, o.stop_gradient) for o in self.operands if o.parameter is not None]
-        with (
-            final_hooks_kept(),
-            self.ambient.restored(),
-            self._storage_lent(),
-            self.buffers.put_back(),
-            self.objects.put_back(),
-            self.captured.flags_restored(flags),
-            recomputing(),
-        ):
+        with contextlib.ExitStack() as stack:
+            keep_final_hooks(stack)
+            self.ambient.put_back(stack)
+            self._lend_storage(stack)
+            self.buffers.put_back(stack)
+            self.objects.put_back(stack)
+            self.captured.put_flags_back(stack, flags)
+            begin_recomputing(stack)
             yield
 
     def call_again(
@@ -416,20 +415,17 @@ class Region:
             for (_, tensor), index in zip(self.captured.tensors, self.captured_operands)
             if not (self.operands[index].stop_gradient and tensor._is_initialized())
         }
+        if not (replaced or self.captured.cells):
+            return (self.function, *self.call.filled(standins))
         rebinder = Rebinder(self.captured, replaced)
         args, kwargs = self.call.filled(standins, rebinder.rebind)
         return rebinder.rebind(self.function), args, kwargs
 
-    @contextlib.contextmanager
-    def _storage_lent(self) -> Iterator[None]:
-        freed = [(f.tensor, twin) for _, f, twin in self.fixed if not f.tensor._is_initialized()]
-        try:
-            for tensor, twin in freed:
-                tensor._set_impl(twin)
-            yield
-        finally:
-            for tensor, _ in freed:
-                tensor._clear_dataptr()
+    def _lend_storage(self, stack: contextlib.ExitStack) -> None:
+        for _, fixed, twin in self.fixed:
+            if not fixed.tensor._is_initialized():
+                stack.callback(fixed.tensor._clear_dataptr)
+                fixed.tensor._set_impl(twin)
 
     def _refuse_other_outputs(self, metadata: Metadata) -> None:
         if metadata == self.metadata:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import attrs
-import paddle
 
-from paramproxy._ambient import final_hooks_kept, grad_mode
+from paramproxy._ambient import grad_mode, keep_final_hooks
 from paramproxy._aside import Aside
 from paramproxy._call import Result
+from paramproxy._compat import backward
 from paramproxy._leaf import Handover, leaf_gradient
 from paramproxy._operand import Operand, as_roots
 
@@ -37,8 +38,9 @@ class Replay:
         """Run the graph backward from these outputs, each with its gradient."""
         with grad_mode(True):
             roots = as_roots([output for output, _ in outputs])
-        with final_hooks_kept():
-            paddle.autograd.backward(roots, [gradient for _, gradient in outputs])
+        with contextlib.ExitStack() as stack:
+            keep_final_hooks(stack)
+            backward(roots, [gradient for _, gradient in outputs])
 
     def gradients(self) -> list[Any]:
         """Hand over the gradient of each differentiable operand and captured parameter."""

@@ -9,10 +9,10 @@ from contextvars import ContextVar
 
 
 __all__ = [
+    "begin_recomputing",
     "debug_mode",
     "early_stop",
     "is_recomputing",
-    "recomputing",
     "set_checkpoint_debug_enabled",
     "set_checkpoint_early_stop",
 ]
@@ -53,14 +53,14 @@ def is_recomputing() -> bool:
     return _thread.replays > 0
 
 
-@contextlib.contextmanager
-def recomputing() -> Iterator[None]:
-    """While it lasts, this thread is in a replay."""
+def begin_recomputing(stack: contextlib.ExitStack) -> None:
+    """From now on, and until the stack closes, this thread is in a replay."""
+    stack.callback(_end_recomputing)
     _thread.replays += 1
-    try:
-        yield
-    finally:
-        _thread.replays -= 1
+
+
+def _end_recomputing() -> None:
+    _thread.replays -= 1
 
 
 @contextlib.contextmanager
