@@ -18,7 +18,7 @@ from typing import Any
 
 import attrs
 
-from paramproxy._compat import EagerParamBase, Tensor, new_tensor
+from paramproxy._compat import EagerParamBase, Tensor
 from paramproxy.exceptions import UnsupportedError
 
 
@@ -39,7 +39,7 @@ class Aside:
             own = [_in_place_of(parameter) for parameter in self.parameters]
             try:
                 for parameter in self.parameters:
-                    leaf = new_tensor()
+                    leaf = Tensor.__new__(Tensor)
                     leaf._set_impl(parameter)
                     leaf.stop_gradient = parameter.stop_gradient
                     if threading.active_count() > 1 and not leaf.stop_gradient:
@@ -82,7 +82,7 @@ def _refuse_other_threads(leaf: Any, name: str) -> None:
 
 def _in_place_of(parameter: Any) -> Any:
     """A tensor that stands where the parameter does in the graph, hooks and all."""
-    place = new_tensor()
+    place = Tensor.__new__(Tensor)
     place.reconstruct_from_(parameter)
     return place
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import attrs
 
-from paramproxy._compat import EagerParamBase, Tensor, init_tensor
+from paramproxy._compat import EagerParamBase, Tensor
 from paramproxy._parameter import (
     copy_parameter,
     describe,
@@ -285,14 +285,14 @@ def make_leaf(param: Any, handover: Handover) -> ParamLeaf:
     """A new leaf on the storage that `param` has at this moment.
 
     Costs the same for a parameter of any size, whatever hangs on it: nothing
-    is copied. `EagerParamBase.__init__` is left out because it writes
-    attributes, and `_share_buffer_to` because it leaves a shape of `[0]`.
+    is copied. No constructor is called: Paddle's own writes attributes, C's takes
+    longer than all the rest. `_share_buffer_to` would leave a shape of `[0]`.
     """
     refuse_without_storage(param, "make a leaf of")
     origin = origin_of(param) if isinstance(param, ParamLeaf) else param
     kind: Any = type(origin)
     leaf: ParamLeaf = EagerParamBase.__new__(_leaf_class(kind))
-    init_tensor(leaf, param)
+    Tensor._set_impl(leaf, param)
     _ORIGIN.__set__(leaf, origin)
     _HANDOVER.__set__(leaf, handover)
     _STOP_GRADIENT.__set__(leaf, param.stop_gradient)
