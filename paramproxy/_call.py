@@ -7,13 +7,15 @@ from typing import Any
 
 import attrs
 
-from paramproxy._compat import Tensor
+from paramproxy._compat import EagerParamBase, Tensor
 from paramproxy._leaf import is_retired
 from paramproxy._tree import flatten, unflatten
 from paramproxy._view import ParamView, unwrap
 
 
 __all__ = ["Call", "Metadata", "Result"]
+
+_CONSTANTS = frozenset((type(None), bool, int, float, complex, str, bytes))
 
 Metadata = list[tuple[int, tuple[int, ...], Any]]
 
@@ -29,6 +31,7 @@ class Call:
         spec: Their shape.
         tensors: The tensors among them, each once.
         places: For each tensor, its positions in `leaves`.
+        others: The positions of what is neither a tensor nor a plain constant.
     """
 
     args: tuple[Any, ...]
@@ -37,13 +40,17 @@ class Call:
     spec: Any
     tensors: list[Any] = attrs.field(factory=list)
     places: list[list[int]] = attrs.field(factory=list)
+    others: list[int] = attrs.field(factory=list)
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         leaves, spec = flatten((args, kwargs))
         replaced = False
         for position, leaf in enumerate(leaves):
-            if issubclass(type(leaf), ParamView) or is_retired(leaf):
+            kind = type(leaf)
+            if kind is Tensor or kind is EagerParamBase:
+                continue
+            if issubclass(kind, ParamView) or is_retired(leaf):
                 leaves[position] = unwrap(leaf)
                 replaced = True
         if replaced:
@@ -56,12 +63,15 @@ class Call:
         indices: dict[int, int] = {}
         for position, leaf in enumerate(self.leaves):
             if not isinstance(leaf, Tensor):
+                if type(leaf) not in _CONSTANTS:
+                    self.others.append(position)
                 continue
             index = indices.setdefault(id(leaf), len(indices))
             if index == len(self.tensors):
                 self.tensors.append(leaf)
-                self.places.append([])
-            self.places[index].append(position)
+                self.places.append([position])
+            else:
+                self.places[index].append(position)
 
     def release(self) -> None:
         """Let go of the caller's tensors and containers; keep the rest."""
@@ -74,7 +84,10 @@ class Call:
         self, tensors: list[Any], rebind: Callable[[Any], Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """New args and kwargs: these tensors in the places of the old, the rest rebound."""
-        leaves = list(map(rebind, self.leaves)) if rebind is not None else list(self.leaves)
+        leaves = list(self.leaves)
+        if rebind is not None:
+            for position in self.others:
+                leaves[position] = rebind(leaves[position])
         for tensor, places in zip(tensors, self.places):
             for position in places:
                 leaves[position] = tensor

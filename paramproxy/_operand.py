@@ -55,15 +55,16 @@ class Operand:
     def of(cls, tensor: Any, where: str) -> Operand:
         pointer = _pointer(tensor)
         version = 0 if pointer is None else tensor._inplace_version()
+        stop_gradient, is_leaf = tensor.stop_gradient, tensor.is_leaf
         return cls(
-            where=where,
-            parameter=tensor if isinstance(tensor, EagerParamBase) else None,
-            stop_gradient=tensor.stop_gradient,
-            is_leaf=tensor.is_leaf,
-            started=version,
-            version=version,
-            pointer=pointer,
-            node=0 if tensor.stop_gradient or tensor.is_leaf else node_of(tensor),
+            where,
+            tensor if isinstance(tensor, EagerParamBase) else None,
+            stop_gradient,
+            is_leaf,
+            version,
+            version,
+            pointer,
+            node=0 if stop_gradient or is_leaf else node_of(tensor),
         )
 
     def keep(self, tensor: Any, index: int, placement: Placement) -> Any:
@@ -115,9 +116,11 @@ class Operand:
 
     def was_changed(self, tensor: Any) -> bool:
         """Whether the storage recorded here was written since."""
-        if self.is_state or self.pointer is None or _pointer(tensor) != self.pointer:
+        if self.is_state or self.pointer is None or not tensor._is_initialized():
             return False
-        return bool(tensor._inplace_version() != self.version)
+        if tensor._inplace_version() == self.version:
+            return False
+        return _pointer(tensor) == self.pointer
 
     def was_only_returned(self, tensor: Any) -> bool:
         """Whether all that changed it were PyLayers that return their input.

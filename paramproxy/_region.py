@@ -115,8 +115,8 @@ class Region:
     ) -> tuple[Region, list[Any]]:
         """Take down a call before its first run, and the tensors of its operands."""
         call = Call.of(args, kwargs)
-        captured = Captured.by(function, call.leaves)
-        hidden = [(i, t) for i, leaf in enumerate(call.leaves) for t in hidden_tensors(leaf)]
+        captured = Captured.by(function, [call.leaves[i] for i in call.others])
+        hidden = [(i, t) for i in call.others for t in hidden_tensors(call.leaves[i])]
         for position, tensor in hidden:
             captured.add_hidden(tensor, f"a tensor in {call.name_at(position)}")
         tensors = list(call.tensors)
@@ -169,7 +169,7 @@ class Region:
     def first_run(self, tensors: list[Any], *, record: bool) -> Any:
         """Call the function on the caller's own objects."""
         timed = contextlib.nullcontext() if self.meter is None else self.meter.first_run()
-        self.objects = Objects.of(self.call.leaves)
+        self.objects = Objects.of([self.call.leaves[i] for i in self.call.others])
         try:
             with grad_mode(record), self.buffers.watched(self.captured), timed:
                 value = self.function(*self.call.args, **self.call.kwargs)
@@ -212,7 +212,8 @@ class Region:
                 raise UnsupportedError(msg)
 
     def _refuse_iterators(self) -> None:
-        for position, leaf in enumerate(self.call.leaves):
+        for position in self.call.others:
+            leaf = self.call.leaves[position]
             if hasattr(type(leaf), "__next__") and type(leaf).__module__ in _ITERATORS:
                 self._refuse_argument(
                     position, "is an iterator, which the first run would use up. Pass a list"
