@@ -63,7 +63,7 @@ class CustomState:
         self.set(self.value)
 
 
-@attrs.frozen
+@attrs.define(eq=False)
 class RandomState:
     """Every random stream that Paddle's recompute promises to replay.
 
@@ -84,54 +84,60 @@ class RandomState:
     @classmethod
     def capture(cls, *, numpy: bool = True, python: bool = True) -> RandomState:
         return cls(
-            paddle=paddle.get_rng_state(),
-            tracker=get_rng_state_tracker().get_states_tracker(),
-            custom=CustomState.capture(),
-            numpy=numpy_snapshot() if numpy else None,
-            python=python_snapshot() if python else None,
+            paddle.get_rng_state(),
+            _tracker_states(),
+            CustomState.capture(),
+            numpy_snapshot() if numpy else None,
+            python_snapshot() if python else None,
         )
 
     def capture_again(self) -> RandomState:
         """The same streams as they are now."""
         return RandomState(
-            paddle=paddle.get_rng_state(),
-            tracker=get_rng_state_tracker().get_states_tracker(),
-            custom=None if self.custom is None else self.custom.capture_again(),
-            numpy=None if self.numpy is None else numpy_snapshot(),
-            python=None if self.python is None else python_snapshot(),
+            paddle.get_rng_state(),
+            _tracker_states(),
+            None if self.custom is None else self.custom.capture_again(),
+            None if self.numpy is None else numpy_snapshot(),
+            None if self.python is None else python_snapshot(),
         )
 
     def moved_on(self) -> RandomState:
         """The same streams as they are now, without those that nobody drew from since."""
-        return attrs.evolve(self.capture_again(), **self._untouched())
+        now = self.capture_again()
+        if self.numpy is not None and now.numpy is not None and self.numpy.is_same(now.numpy):
+            now.numpy = None
+        if self.python is not None and now.python is not None and self.python.is_same(now.python):
+            now.python = None
+        return now
 
-    def _untouched(self) -> dict[str, None]:
-        untouched: dict[str, None] = {}
-        if self.numpy is not None and self.numpy.is_same(numpy_snapshot()):
-            untouched["numpy"] = None
-        if self.python is not None and self.python.is_same(python_snapshot()):
-            untouched["python"] = None
-        return untouched
-
-    def without_untouched(self) -> RandomState:
-        """Leave out numpy's and Python's stream if nothing was drawn from it since.
+    def leave_out_untouched(self) -> None:
+        """Forget numpy's and Python's stream if nothing was drawn from it since.
 
         Layers draw from Paddle's, and setting the other two takes longer than
         all the rest of a replay of a small function.
         """
-        return attrs.evolve(self, **self._untouched())
+        if self.numpy is not None and self.numpy.is_same(numpy_snapshot()):
+            self.numpy = None
+        if self.python is not None and self.python.is_same(python_snapshot()):
+            self.python = None
 
     def restore(self) -> None:
         """Put every stream back, the rest of them also when one refuses."""
-        with contextlib.ExitStack() as stack:
-            if self.custom is not None:
-                stack.callback(self.custom.restore)
-            if self.python is not None:
-                stack.callback(self.python.restore)
-            if self.numpy is not None:
-                stack.callback(self.numpy.restore)
-            stack.callback(get_rng_state_tracker().set_states_tracker, self.tracker)
-            stack.callback(paddle.set_rng_state, self.paddle)
+        try:
+            paddle.set_rng_state(self.paddle)
+        finally:
+            try:
+                if self.tracker:
+                    get_rng_state_tracker().set_states_tracker(self.tracker)
+            finally:
+                self._restore_others()
+
+    def _restore_others(self) -> None:
+        others = [s for s in (self.numpy, self.python, self.custom) if s is not None]
+        if others:
+            with contextlib.ExitStack() as stack:
+                for other in reversed(others):
+                    stack.callback(other.restore)
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
@@ -142,6 +148,12 @@ class RandomState:
             yield
         finally:
             now.restore()
+
+
+def _tracker_states() -> Any:
+    """The named states; where there are none, which is quicker to see than to read, none."""
+    tracker = get_rng_state_tracker()
+    return tracker.get_states_tracker() if getattr(tracker, "states_", True) else {}
 
 
 @attrs.frozen
@@ -198,10 +210,6 @@ class Ambient:
             RandomState.capture(numpy=external, python=external) if preserve_rng_state else None
         )
         return cls(AmpState.capture(), random)
-
-    def without_untouched(self) -> Ambient:
-        """After the first run: leave out what need not be restored."""
-        return self if self.random is None else Ambient(self.amp, self.random.without_untouched())
 
     def put_back(self, stack: contextlib.ExitStack) -> None:
         """Gradients on, and everything as it was; when the stack closes, as it is now."""

@@ -176,7 +176,8 @@ class Region:
         finally:
             # Where the replay of a region around ends this first run, what it
             # has saved so far is waited for all the same.
-            self.ambient = self.ambient.without_untouched()
+            if self.ambient.random is not None:
+                self.ambient.random.leave_out_untouched()
             self.objects.leave_out_unchanged()
             changed = self._own_change(tensors)
             self.call.release()
