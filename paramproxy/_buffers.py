@@ -113,6 +113,8 @@ class Buffers:
 
     @classmethod
     def of(cls, captured: Captured) -> Buffers:
+        if not (captured.layers or captured.frozen or captured.tensors or captured.fixed):
+            return cls.none()
         bindings = [Bindings.of(layer) for layer, _ in captured.layers]
         tensors = [
             *captured.frozen,

@@ -189,14 +189,9 @@ class Region:
     def record(self, result: Result, tensors: list[Any]) -> None:
         """Take down what the replay has to give again, and refuse what it can't."""
         self.metadata = result.metadata
-        state = {
-            id(tensor): operand
-            for operand, tensor in (
-                *zip(self.operands, tensors),
-                *((operand, fixed.tensor) for operand, fixed, _ in self.fixed),
-            )
-            if operand.is_state
-        }
+        read = list(zip(self.operands, tensors))
+        read += [(operand, fixed.tensor) for operand, fixed, _ in self.fixed]
+        state = {id(tensor): operand for operand, tensor in read if operand.is_state}
         for leaf in result.leaves:
             if id(leaf) in state and is_differentiable(leaf):
                 msg = (
@@ -483,13 +478,22 @@ class Region:
 _ITERATORS = ("builtins", "itertools")
 
 
+# What Paddle has said of a dtype, which it takes its time for.
+_differentiable: dict[Any, bool] = {}
+
+
 def _needs_gradient(tensor: Any) -> bool:
     return not isinstance(tensor, EagerParamBase) and is_differentiable(tensor)
 
 
 def is_differentiable(tensor: Any) -> bool:
     """Whether a tensor of this dtype can have a gradient at all."""
-    return bool(paddle.is_floating_point(tensor) or paddle.is_complex(tensor))
+    dtype = tensor.dtype
+    known = _differentiable.get(dtype)
+    if known is None:
+        known = bool(paddle.is_floating_point(tensor) or paddle.is_complex(tensor))
+        _differentiable[dtype] = known
+    return known
 
 
 def _describe(metadata: Metadata) -> str:
