@@ -2,13 +2,14 @@
 
 Most functions draw from neither, and to build their public states takes longer than
 all the rest of a small region. So a state is read as the bytes that it is in memory, at
-places that are proven when this is imported, and only put back by public means. Where
-they can't be proven the public state is read too.
+places that are proven when they are first read, and only put back by public means.
+Where they can't be proven the public state is read too.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import random
 import struct
 from collections.abc import Callable
@@ -55,14 +56,14 @@ def numpy_snapshot() -> Snapshot:
     """`numpy.random`'s global stream as it is now."""
     stream = np.random.mtrand._rand
     generator = stream._bit_generator
-    if _NUMPY_IS_PROVEN and type(generator) is np.random.MT19937:
+    if _is_numpy_proven() and type(generator) is np.random.MT19937:
         return Snapshot(_numpy_bytes(stream, generator), _put_numpy_bytes)
     return Snapshot(np.random.get_state(legacy=False), np.random.set_state)
 
 
 def python_snapshot() -> Snapshot:
     """The `random` module's global stream as it is now."""
-    if _PYTHON_IS_PROVEN:
+    if _is_python_proven():
         stream = random._inst
         return Snapshot(_python_bytes(stream), _put_python_bytes)
     return Snapshot(random.getstate(), random.setstate)
@@ -95,6 +96,7 @@ def _python_state(state: tuple[bytes, Any]) -> tuple[int, tuple[int, ...], Any]:
     return (3, (*key, index), state[1])
 
 
+@functools.cache
 def _is_numpy_proven() -> bool:
     """Whether the bytes of a stream of our own are its state, whatever is drawn from it."""
     stream = np.random.RandomState(7)
@@ -109,7 +111,9 @@ def _is_numpy_proven() -> bool:
     return True
 
 
+@functools.cache
 def _is_python_proven() -> bool:
+    """The same of Python's."""
     stream = random.Random(7)
     try:
         for draw in (stream.random, lambda: stream.gauss(0, 1), stream.random):
@@ -130,7 +134,3 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, np.ndarray):
         return bool((one == other).all())
     return bool(one == other)
-
-
-_NUMPY_IS_PROVEN = _is_numpy_proven()
-_PYTHON_IS_PROVEN = _is_python_proven()

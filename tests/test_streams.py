@@ -11,6 +11,10 @@ from paramproxy import _streams
 from paramproxy._streams import numpy_snapshot, python_snapshot
 
 
+# Without what they have found out before.
+IS_NUMPY_PROVEN = _streams._is_numpy_proven.__wrapped__
+IS_PYTHON_PROVEN = _streams._is_python_proven.__wrapped__
+
 NUMPY = {
     "rand": lambda: np.random.rand(),
     "randn": lambda: np.random.randn(),
@@ -39,11 +43,11 @@ PYTHON = {
 @pytest.fixture(params=["bytes", "public states"])
 def _reading(request, monkeypatch):
     """Both ways to read; the second is for a numpy or Python of another layout."""
-    assert _streams._NUMPY_IS_PROVEN
-    assert _streams._PYTHON_IS_PROVEN
+    assert _streams._is_numpy_proven()
+    assert _streams._is_python_proven()
     if request.param == "public states":
-        monkeypatch.setattr(_streams, "_NUMPY_IS_PROVEN", False)
-        monkeypatch.setattr(_streams, "_PYTHON_IS_PROVEN", False)
+        monkeypatch.setattr(_streams, "_is_numpy_proven", lambda: False)
+        monkeypatch.setattr(_streams, "_is_python_proven", lambda: False)
 
 
 pytestmark = pytest.mark.usefixtures("_reading")
@@ -110,5 +114,5 @@ def test_a_bit_generator_that_somebody_has_exchanged():
 def test_another_layout_is_found_out(monkeypatch, what):
     monkeypatch.setattr(_streams, "_GAUSS_OFFSET", 88)
     monkeypatch.setattr(_streams, "_PYTHON_OFFSET", 24)
-    proven = _streams._is_numpy_proven if what == "numpy" else _streams._is_python_proven
+    proven = {"numpy": IS_NUMPY_PROVEN, "python": IS_PYTHON_PROVEN}[what]
     assert not proven()
