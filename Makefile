@@ -12,7 +12,7 @@ NEEDS_paddleformers := 'paddleformers==1.2.0' 'paddlepaddle==3.3.1'
 NEEDS_paddlenlp := 'paddlenlp==2.8.1' 'paddlepaddle==3.0.0' 'huggingface_hub<0.26' \
   'datasets<3' 'aistudio_sdk<0.3' 'pyarrow<19'
 
-.PHONY: help demo example test lint types dist docs docs-serve bench check test-versions test-clients \
+.PHONY: help demo example test lint types dist docs docs-serve bench bench-docs check test-versions test-clients \
   test-distributed clean
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "lint types     ruff; mypy, strict"
 	@echo "dist docs      build sdist and wheel; build the docs into site/"
 	@echo "bench          every cost beside Paddle's own, in one table of ratios"
+	@echo "bench-docs     the same, with the table and the chart of the docs"
 	@echo "check          lint types test dist docs"
 
 demo: $(VENV)/cpu.stamp
@@ -58,6 +59,10 @@ docs-serve: $(VENV)/docs.stamp
 
 bench: $(VENV)/cpu.stamp
 	$(VENV)/bin/python -W ignore bench
+
+bench-docs: $(VENV)/bench.stamp
+	$(VENV)/bin/python -W ignore bench --json bench/results.json
+	$(VENV)/bin/python bench/chart.py bench/results.json docs/assets
 
 check: lint types test dist docs
 

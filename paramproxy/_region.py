@@ -363,9 +363,11 @@ class Region:
             if fixed.is_read:
                 self._refuse_change(operand, twin)
         tensors = self._tensors(kept)
-        for operand, tensor in zip(self.operands, tensors):
-            self._refuse_change(operand, tensor)
-        return [self._whole(operand, tensor) for operand, tensor in zip(self.operands, tensors)]
+        for index, (operand, tensor) in enumerate(zip(self.operands, tensors)):
+            if operand.parameter is None or operand.was_changed(tensor):
+                self._refuse_change(operand, tensor)
+                tensors[index] = self._whole(operand, tensor)
+        return tensors
 
     def _whole(self, operand: Operand, tensor: Any) -> Any:
         whole = operand.whole(tensor)
