@@ -13,7 +13,7 @@ from paramproxy._tree import flatten, unflatten
 from paramproxy._view import ParamView, unwrap
 
 
-__all__ = ["Call", "Metadata", "Result"]
+__all__ = ["Call", "Metadata", "Result", "described"]
 
 _CONSTANTS = frozenset((type(None), bool, int, float, complex, str, bytes))
 
@@ -125,3 +125,13 @@ class Result:
             for position, leaf in enumerate(self.leaves)
             if isinstance(leaf, Tensor)
         ]
+
+
+def described(metadata: Metadata) -> str:
+    """How an error tells of them: `1 tensors ([2, 3] float32)`."""
+    shown = ", ".join(f"{list(shape)} {_dtype_name(dtype)}" for _, shape, dtype in metadata)
+    return f"{len(metadata)} tensors ({shown})"
+
+
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).rpartition(".")[2]

@@ -22,10 +22,10 @@ from paramproxy._keep import Skipped
 from paramproxy._leaf import Handover, leaf_gradient
 from paramproxy._operand import as_intermediates
 from paramproxy._options import Options
-from paramproxy._region import Region, is_differentiable
+from paramproxy._region import Region
 from paramproxy._replay import Replay
 from paramproxy._report import Meter
-from paramproxy._tree import alias, unflatten
+from paramproxy._tree import alias, is_differentiable, unflatten
 from paramproxy.exceptions import ReplayMismatchError
 
 

@@ -26,9 +26,9 @@ from paramproxy._compat import EagerParamBase, Tensor, is_made_by_no_op, with_ow
 from paramproxy._dispatch import fresh_stack, pushed, unpack
 from paramproxy._kept_graph import FirstRun, SecondRun
 from paramproxy._placement import Placement
-from paramproxy._region import Region, is_differentiable
+from paramproxy._region import Region
 from paramproxy._replay import Replay
-from paramproxy._tree import copy_attributes, unflatten
+from paramproxy._tree import copy_attributes, is_differentiable, unflatten
 from paramproxy.exceptions import RetainGraphWarning, UnsupportedError
 
 

@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
-import paddle
 
 from paramproxy._ambient import Ambient, grad_mode, keep_final_hooks
 from paramproxy._aside import Aside
 from paramproxy._buffers import Buffers
-from paramproxy._call import Call, Metadata, Result
+from paramproxy._call import Call, Metadata, Result, described
 from paramproxy._captured import Captured, Fixed, function_name
 from paramproxy._compat import EagerParamBase, Tensor
 from paramproxy._graph import reaches
@@ -39,7 +38,7 @@ from paramproxy._rebind import Rebinder
 from paramproxy._replay import Replay
 from paramproxy._report import Meter, meter
 from paramproxy._settings import begin_recomputing
-from paramproxy._tree import alias, hidden_tensors
+from paramproxy._tree import alias, hidden_tensors, is_differentiable
 from paramproxy.exceptions import (
     MutationError,
     NoStorageError,
@@ -49,7 +48,7 @@ from paramproxy.exceptions import (
 )
 
 
-__all__ = ["Region", "is_differentiable"]
+__all__ = ["Region"]
 
 
 Context = contextlib.AbstractContextManager[Any]
@@ -429,7 +428,7 @@ class Region:
     def _refuse_other_outputs(self, metadata: Metadata) -> None:
         if metadata == self.metadata:
             return
-        first, again = map(_describe, (self.metadata, metadata))
+        first, again = map(described, (self.metadata, metadata))
         msg = (
             f"Cannot replay {self.name}: the first run gave {first}, the replay {again}. "
             "The function must do the same both times: look for a branch on a counter, on time "
@@ -480,28 +479,5 @@ class Region:
 _ITERATORS = ("builtins", "itertools")
 
 
-# What Paddle has said of a dtype, which it takes its time for.
-_differentiable: dict[Any, bool] = {}
-
-
 def _needs_gradient(tensor: Any) -> bool:
     return not isinstance(tensor, EagerParamBase) and is_differentiable(tensor)
-
-
-def is_differentiable(tensor: Any) -> bool:
-    """Whether a tensor of this dtype can have a gradient at all."""
-    dtype = tensor.dtype
-    known = _differentiable.get(dtype)
-    if known is None:
-        known = bool(paddle.is_floating_point(tensor) or paddle.is_complex(tensor))
-        _differentiable[dtype] = known
-    return known
-
-
-def _describe(metadata: Metadata) -> str:
-    shown = ", ".join(f"{list(shape)} {_dtype_name(dtype)}" for _, shape, dtype in metadata)
-    return f"{len(metadata)} tensors ({shown})"
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).rpartition(".")[2]

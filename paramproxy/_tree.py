@@ -27,6 +27,7 @@ __all__ = [
     "flatten",
     "grads",
     "hidden_tensors",
+    "is_differentiable",
     "unflatten",
 ]
 
@@ -147,6 +148,20 @@ def grads(tree: Any) -> tuple[Any, ...]:
             found.append(None if id(tensor) in seen else tensor.grad)
         seen.add(id(tensor))
     return tuple(found)
+
+
+# What Paddle has said of a dtype, which it takes its time for.
+_differentiable: dict[Any, bool] = {}
+
+
+def is_differentiable(tensor: Any) -> bool:
+    """Whether a tensor of this dtype can have a gradient at all."""
+    dtype = tensor.dtype
+    known = _differentiable.get(dtype)
+    if known is None:
+        known = bool(paddle.is_floating_point(tensor) or paddle.is_complex(tensor))
+        _differentiable[dtype] = known
+    return known
 
 
 def hidden_tensors(leaf: Any) -> list[Any]:
