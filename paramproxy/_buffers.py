@@ -67,20 +67,41 @@ class Bindings:
         """While it lasts, the layer has what it had; what it has now is put back then.
 
         What is new stays, but for buffers: a layer that makes them when it first
-        runs makes them again.
+        runs makes them again, and what tells it to, a flag or a length, is as it was.
         """
         layer, now = self.layer, Bindings.of(self.layer)
-        moved = [name for name in self.attributes if name not in now.attributes]
+        before = self._attributes_before(now)
         _rebind(layer._buffers, self.buffers)
         _rebind(layer._parameters, {**now.parameters, **self.parameters})
-        vars(layer).update((name, self.attributes[name]) for name in moved)
+        _set(vars(layer), before)
         try:
             yield
         finally:
             _rebind(layer._buffers, now.buffers)
             _rebind(layer._parameters, now.parameters)
-            for name in moved:
-                vars(layer).pop(name, None)
+            _set(vars(layer), {name: now.attributes.get(name, _NOTHING) for name in before})
+
+    def _attributes_before(self, now: Bindings) -> dict[str, Any]:
+        """The attributes to put back: those that became buffers; all if other buffers are there."""
+        names: set[str] = {name for name in self.attributes if name not in now.attributes}
+        if not _same(now.buffers, self.buffers):
+            names |= {
+                name
+                for name in self.attributes.keys() | now.attributes.keys()
+                if self.attributes.get(name, _NOTHING) is not now.attributes.get(name, _NOTHING)
+            }
+        return {name: self.attributes.get(name, _NOTHING) for name in names}
+
+
+_NOTHING = object()
+
+
+def _set(attributes: dict[str, Any], values: dict[str, Any]) -> None:
+    for name, value in values.items():
+        if value is _NOTHING:
+            attributes.pop(name, None)
+        else:
+            attributes[name] = value
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:

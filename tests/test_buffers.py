@@ -235,3 +235,47 @@ def test_a_frozen_weight_is_not_copied(run):
 
     run(looks, tensor(np.ones(8)) * 1.0).sum().backward()
     assert len(set(pointers)) == 1
+
+
+class Rotary(paddle.nn.Layer):
+    """Makes its tables when it is first called with a length, as rotary embeddings do."""
+
+    def __init__(self, guard):
+        super().__init__()
+        self.guard = guard
+        self.made = 0
+        if guard == "length":
+            self.longest = 0
+
+    def is_short(self, length):
+        if self.guard == "length":
+            return length > self.longest
+        if self.guard == "flag":
+            return not getattr(self, "is_ready", False)
+        return "table" not in self._buffers
+
+    def forward(self, x):
+        if self.is_short(len(x)):
+            self.made += 1
+            self.longest = len(x)
+            self.is_ready = True
+            self.table = paddle.arange(len(x), dtype="float32") + 1.0
+        return x * self.table[: len(x)]
+
+
+@pytest.mark.parametrize("guard", ["length", "flag", "the buffer itself"])
+def test_tables_that_a_layer_makes_when_it_first_runs(guard):
+    """PaddleNLP's Qwen: the length that it has made them for is a plain attribute."""
+
+    def scenario(run):
+        layer = Rotary(guard)
+        seen = []
+        for length in (2, 3, 3, 2):
+            x = tensor([2.0] * length)
+            run(lambda a: layer(paddle.exp(a)), x * 1.0).sum().backward()
+            seen.append((values(x.grad), values(layer.table), layer.made, layer.longest))
+            if guard != "length":
+                break  # only by its length does it know that it needs others
+        return seen
+
+    same(scenario)
