@@ -96,12 +96,20 @@ _MANY = 5000
 def _arguments_with(tensor: Any) -> list[tuple[Any]]:
     """The tuple in which C++ handed over the tensor, which is one of the youngest objects.
 
-    Some of those are tuples that C++ has not filled yet, and may not be indexed.
+    They are listed from the oldest to the youngest. Some are tuples that C++ has
+    not filled yet, and may not be indexed.
     """
     if gc.get_count()[0] > _MANY:
         return []
-    young = [t for t in gc.get_objects(generation=0) if type(t) is tuple and len(t) == 1]
-    return [t for t in young if any(item is tensor for item in gc.get_referents(t))]
+    for young in reversed(gc.get_objects(generation=0)):
+        if type(young) is tuple and len(young) == 1 and _holds(young, tensor):
+            return [young]
+    return []
+
+
+def _holds(holder: tuple[Any], tensor: Any) -> bool:
+    referents = gc.get_referents(holder)
+    return bool(referents) and referents[0] is tensor
 
 
 def _is_forward(frame: types.FrameType) -> bool:
