@@ -26,6 +26,7 @@ UTILS = sys.modules["paddle.distributed.fleet.utils"]
 INCUBATE = importlib.import_module("paddle.incubate.distributed.fleet")
 
 held = MODULE.recompute
+ORIGINAL = held.__code__
 partial = functools.partial(held, preserve_rng_state=False)
 
 
@@ -208,10 +209,11 @@ def test_a_block_that_raises_takes_it_out():
     assert not patching.is_patched()
 
 
-def test_as_a_decorator_of_nothing():
-    assert not patching.is_patched()
+def test_a_block_is_given_what_patch_returns():
     with paramproxy.patch() as patched:
         assert patched.is_first
+        with paramproxy.patch() as again:
+            assert not again.is_first
 
 
 def test_what_somebody_else_has_put_there_is_not_overwritten(monkeypatch):
@@ -235,9 +237,6 @@ def test_code_that_somebody_else_has_exchanged_since_is_left_alone():
     assert everything() != original
     # Put Paddle's own back for the tests that follow.
     held.__code__ = ORIGINAL
-
-
-ORIGINAL = held.__code__
 
 
 def test_regions_of_before_and_after_meet_in_one_graph():
