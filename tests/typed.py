@@ -51,3 +51,22 @@ def reports_have_rows() -> float:
     with paramproxy.report() as r:
         pass
     return sum(row.first_seconds for row in r.rows)
+
+
+def the_entry_points_of_paddle() -> None:
+    one: float = paramproxy.recompute_hybrid(
+        {"mp_group": None, "offload": True}, function, 1, y="a"
+    )
+    paramproxy.recompute_sequential({"segments": 2}, [function, str], 1, use_reentrant=False)
+    paramproxy.recompute_sequential(2, [function])  # type: ignore[arg-type]
+    leaves: tuple[object, ...] = paramproxy.detach_variable([1, None])
+    with paramproxy.switch_rng_state_tracker(None, {}):
+        paramproxy.check_recompute_necessary(leaves)
+    print(one)
+
+
+def patches_are_contexts() -> bool:
+    with paramproxy.patch() as patched:
+        first: bool = patched.is_first
+    paramproxy.unpatch()
+    return first
