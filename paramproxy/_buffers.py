@@ -62,6 +62,15 @@ class Bindings:
         layer = self.layer
         return _same(layer._buffers, self.buffers) and _same(layer._parameters, self.parameters)
 
+    def exchanged(self) -> list[str]:
+        """The names under which the layer has another parameter than it had."""
+        now = self.layer._parameters
+        return [
+            name
+            for name, parameter in self.parameters.items()
+            if now.get(name) is not None and now[name] is not parameter
+        ]
+
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
         """While it lasts, the layer has what it had; what it has now is put back then.
@@ -87,13 +96,14 @@ class Bindings:
         if not _same(now.buffers, self.buffers):
             names |= {
                 name
-                for name in self.attributes.keys() | now.attributes.keys()
+                for name in (self.attributes.keys() | now.attributes.keys()) - _LAYERS_OWN
                 if self.attributes.get(name, _NOTHING) is not now.attributes.get(name, _NOTHING)
             }
         return {name: self.attributes.get(name, _NOTHING) for name in names}
 
 
 _NOTHING = object()
+_LAYERS_OWN = {"_parameters", "_buffers", "_sub_layers"}
 
 
 def _set(attributes: dict[str, Any], values: dict[str, Any]) -> None:
@@ -124,6 +134,7 @@ class Buffers:
         snapshots: What the first run found in a tensor, by the tensor's id.
         changed: The tensors that the first run wrote into.
         rebound: The layers that it gave other tensors.
+        exchanged: The names under which it gave one another parameter.
     """
 
     bindings: list[Bindings]
@@ -131,6 +142,7 @@ class Buffers:
     snapshots: dict[int, Any] = attrs.field(factory=dict)
     changed: list[Any] = attrs.field(factory=list)
     rebound: list[Bindings] = attrs.field(factory=list)
+    exchanged: list[str] = attrs.field(factory=list)
 
     @classmethod
     def of(cls, captured: Captured) -> Buffers:
@@ -182,6 +194,7 @@ class Buffers:
         }
         self.versions = []
         self.rebound = [layer for layer in self.bindings if not layer.are_as_before()]
+        self.exchanged = [name for layer in self.rebound for name in layer.exchanged()]
 
     def _differs(self, tensor: Any) -> bool:
         """Whether a tensor whose writes cannot be noted was written in silence."""

@@ -63,6 +63,8 @@ class Captured:
         fixed: Those that can't: behind a global name or an attribute.
         parameters: Captured trainable parameters.
         frozen: Captured parameters that are not trained.
+        direct: The parameters, by id, that were found elsewhere than under a
+            name of a layer.
         layers: Captured layers, each with whether it was in training mode.
         cells: Every closure cell that was seen, with its content.
         has_static: Whether a function made by `to_static` was seen. Called for
@@ -73,6 +75,7 @@ class Captured:
     fixed: list[Fixed] = attrs.field(factory=list)
     parameters: list[Any] = attrs.field(factory=list)
     frozen: list[Any] = attrs.field(factory=list)
+    direct: set[int] = attrs.field(factory=set)
     layers: list[tuple[Any, bool]] = attrs.field(factory=list)
     cells: dict[int, tuple[types.CellType, Any]] = attrs.field(factory=dict)
     has_static: bool = False
@@ -108,6 +111,7 @@ class Captured:
 
     def _add_tensor(self, tensor: Any, where: str) -> None:
         if isinstance(tensor, EagerParamBase):
+            self.direct.add(id(tensor))
             self._add_parameter(tensor)
         elif not lacks_storage(tensor):  # freed before the first run: nobody reads it
             self.tensors.append((where, tensor))
@@ -125,6 +129,7 @@ class Captured:
             if not isinstance(tensor, Tensor):
                 continue
             if isinstance(tensor, EagerParamBase):
+                self.direct.add(id(tensor))
                 if is_read:
                     self._add_parameter(tensor)
             elif id(tensor) not in self._seen and not lacks_storage(tensor):

@@ -40,10 +40,10 @@ def run(region: Region, tensors: list[Any], placement: Placement) -> Any:
     region.refuse_hidden()
     kept = region.keep(tensors, placement)
     inputs = [tensor for tensor in tensors if not tensor.stop_gradient]
-    inputs += region.own_parameters
     constants = {id(tensor) for tensor in tensors if tensor.stop_gradient}
     with pushed(FirstRun(region, constants)):
-        value = region.first_run(tensors, record=region.captured.has_static)
+        value = region.first_run(tensors, record=region.captured.has_static, note_uses=True)
+    inputs += region.own_parameters
     result = Result.of(value)
     region.record(result, tensors)
     fresh = _fresh(region, result, tensors)

@@ -39,6 +39,7 @@ from paramproxy._replay import Replay
 from paramproxy._report import Meter, meter
 from paramproxy._settings import begin_recomputing
 from paramproxy._tree import alias, hidden_tensors, is_differentiable
+from paramproxy._uses import uses_noted
 from paramproxy.exceptions import (
     MutationError,
     NoStorageError,
@@ -76,6 +77,8 @@ class Region:
         hidden: Tensors inside of arguments that are no containers, each with
             the position of the argument.
         objects: What it changed of the plain objects that it was called with.
+        used: The parameters, by id, that it has taken out of captured layers; None
+            where nobody looked.
         kept_calls: What the calls of `keep` in it gave.
         meter: What measures it, while somebody asks for a report.
     """
@@ -92,6 +95,7 @@ class Region:
     metadata: Metadata = attrs.field(factory=list)
     hidden: list[tuple[int, Any]] = attrs.field(factory=list)
     objects: Objects = attrs.field(factory=Objects)
+    used: set[int] | None = None
     kept_calls: list[Any] = attrs.field(factory=list)
     meter: Meter | None = None
 
@@ -165,12 +169,24 @@ class Region:
                 self.meter.keep(tensor)
         return kept
 
-    def first_run(self, tensors: list[Any], *, record: bool) -> Any:
-        """Call the function on the caller's own objects."""
+    def first_run(self, tensors: list[Any], *, record: bool, note_uses: bool = False) -> Any:
+        """Call the function on the caller's own objects.
+
+        Args:
+            tensors: Those of the operands.
+            record: Whether autograd is to record.
+            note_uses: Whether to find out which of the parameters in captured
+                layers it uses.
+        """
         timed = contextlib.nullcontext() if self.meter is None else self.meter.first_run()
         self.objects = Objects.of([self.call.leaves[i] for i in self.call.others])
         try:
-            with grad_mode(record), self.buffers.watched(self.captured), timed:
+            with (
+                grad_mode(record),
+                self.buffers.watched(self.captured),
+                self._uses_noted() if note_uses and self.captured.layers else _NEVER,
+                timed,
+            ):
                 value = self.function(*self.call.args, **self.call.kwargs)
         finally:
             # Where the replay of a region around ends this first run, what it
@@ -183,6 +199,13 @@ class Region:
             self.hidden = []
         if changed is not None:
             self._refuse_own_change(changed)
+        if self.buffers.exchanged:
+            msg = (
+                f"Cannot recompute {self.name}: it gives a layer another parameter as "
+                f"{self.buffers.exchanged[0]!r}, and a replay would not know which of the two to "
+                "use. Exchange it outside, or change its value."
+            )
+            raise UnsupportedError(msg)
         return value
 
     def record(self, result: Result, tensors: list[Any]) -> None:
@@ -342,9 +365,18 @@ class Region:
     def own_parameters(self) -> list[Any]:
         """The captured parameters whose gradients leave the region by the caller's graph.
 
+        Those that the first run has used, where that was noted.
         The program of a `to_static` layer keeps to those that it was made with.
         """
-        return [] if self.captured.has_static else [w.parameter for w in self.weights]
+        if self.captured.has_static:
+            return []
+        parameters = [weight.parameter for weight in self.weights]
+        used, direct = self.used, self.captured.direct
+        return [p for p in parameters if used is None or id(p) in used or id(p) in direct]
+
+    def _uses_noted(self) -> Context:
+        self.used = set()
+        return uses_noted((layer for layer, _ in self.captured.layers), self.used)
 
     def _tensors(self, kept: list[Any]) -> list[Any]:
         """The tensor of each operand: a parameter itself, or what was kept."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 import types
 
@@ -208,16 +209,112 @@ def test_nothing_is_left_behind():
     assert growth(step) == 0
 
 
-def test_caveat_the_hook_of_a_parameter_that_the_function_does_not_use_is_called_with_none():
+class Model(paddle.nn.Layer):
+    """Of three layers a block uses one."""
+
+    def __init__(self):
+        super().__init__()
+        constant = paddle.nn.initializer.Constant(0.5)
+        self.first, self.second, self.third = (
+            paddle.nn.Linear(1, 1, weight_attr=constant) for _ in range(3)
+        )
+
+
+USES = {
+    "an attribute": lambda model, x: model.first(x),
+    "getattr": lambda model, x: getattr(model, "first")(x),  # noqa: B009
+    "parameters()": lambda model, x: x * sum(p.sum() for p in model.first.parameters()),
+    "named_parameters()": lambda model, x: x * dict(model.first.named_parameters())["weight"],
+    "state_dict()": lambda model, x: x * model.first.state_dict()["weight"],
+    "_parameters": lambda model, x: x * model.first._parameters["weight"],
+    "get": lambda model, x: x * model.first._parameters.get("weight"),
+    "the model's parameters()": lambda model, x: x * next(iter(model.parameters())),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_of_a_captured_model_only_what_is_used_is_told(use):
+    """A closure over `self` captures all of it. Nobody else waits for a gradient, or gets None."""
+
+    def scenario(run):
+        model = Model()
+        told = {name: heard(p) for name, p in model.named_parameters()}
+        run(lambda x: USES[use](model, x), tensor([[3.0]]) * 1.0).sum().backward()
+        used = {name: seen for name, seen in told.items() if name.startswith("first.w")}
+        others = [seen for name, seen in told.items() if not name.startswith("first")]
+        return used, others, values(model.first.weight.grad), model.second.weight.grad
+
+    used, others, gradient, nothing = scenario(recompute)
+    expected_used, _, expected, _ = scenario(plain)
+    assert (used, gradient, nothing) == (expected_used, expected, None)
+    if use != "the model's parameters()":  # where nobody can tell which of them are used
+        assert not any(others)
+
+
+def test_an_expert_that_gets_no_token():
+    """Its hooks are called in the steps in which it gets one, as without recompute."""
+
+    def scenario(run):
+        model = Model()
+        told = heard(model.second.weight)
+        seen = []
+        for expert in ("first", "second", "first"):
+            x = tensor([[3.0]])
+            run(lambda x, e=expert: getattr(model, e)(x), x * 1.0).sum().backward()
+            seen.append(list(told))
+        return seen
+
+    same(scenario)
+
+
+def test_a_layer_is_as_it_was_after_its_uses_were_noted():
+    model = Model()
+    own = [layer._parameters for layer in model.sublayers(include_self=True)]
+
+    def check():
+        now = [layer._parameters for layer in model.sublayers(include_self=True)]
+        assert all(one is other for one, other in zip(own, now))
+
+    def raising(x):
+        model.first(x)
+        raise KeyError
+
+    x = tensor([[3.0]])
+    recompute(lambda x: model.first(x), x * 1.0).backward()
+    check()
+    with pytest.raises(KeyError):
+        recompute(raising, x * 1.0)
+    check()
+
+
+def test_what_is_done_to_a_layer_while_its_uses_are_noted_is_done_to_it():
+    def scenario(run):
+        model = Model()
+
+        def region(x):
+            if "late" not in model._parameters:
+                model.add_parameter("late", param([[2.0]]))
+                del model.third.bias
+            twin = copy.deepcopy(model.first)
+            return x * model.late * twin.weight.detach() * model.second.weight
+
+        x = tensor([[3.0]])
+        run(region, x * 1.0).sum().backward()
+        names = [name for name, _ in model.named_parameters()]
+        return values(x.grad), names, type(model._parameters).__name__
+
+    plain_result = scenario(plain)
+    assert scenario(recompute) == plain_result
+
+
+def test_caveat_the_hook_of_a_parameter_that_is_passed_and_not_used_is_called_with_none():
     """As Paddle calls it wherever a PyLayer has returned None. Without recompute it is not."""
 
     def scenario(run):
-        layer = paddle.nn.Linear(1, 1)
-        told = []
-        layer.bias.register_hook(lambda g: told.append(g is None or not g._is_initialized()))
-        layer.forward = lambda x: paddle.matmul(x, layer.weight)
-        run(layer, tensor([[3.0]]) * 1.0).sum().backward()
-        return told, layer.bias.grad
+        w, told = param([2.0]), []
+        w.register_hook(lambda g: told.append(g is None or not g._is_initialized()))
+        run(lambda x, w: x * 2.0, tensor([3.0]) * 1.0, w).sum().backward()
+        return told, w.grad
 
     assert scenario(plain) == ([], None)
     assert scenario(recompute) == ([True], None)

@@ -7,9 +7,9 @@ import threading
 import paddle
 import pytest
 from paddle.base.framework import EagerParamBase
-from support import Counted, FusedLinear, allocated, param, plain, same, tensor, values
+from support import MODES, Counted, FusedLinear, allocated, param, plain, same, tensor, values
 
-from paramproxy import ParamLeaf, ParamView, recompute, unwrap
+from paramproxy import ParamLeaf, ParamView, UnsupportedError, recompute, unwrap
 from paramproxy._compat import TENSORS_HAVE_ATTRIBUTES
 
 
@@ -371,3 +371,19 @@ def test_training_a_layer_gives_the_same_weights():
         return [values(p) for p in layer.parameters()], values(paddle.rand([2]))
 
     same(scenario)
+
+
+@pytest.mark.parametrize("run", MODES)
+def test_a_layer_that_is_given_another_parameter_by_the_function_is_refused(run):
+    layer = paddle.nn.Linear(1, 1)
+    old = layer.weight
+
+    def region(x):
+        y = layer(x)
+        layer.weight = param([[7.0]])
+        return y * layer.weight
+
+    with pytest.raises(UnsupportedError, match="it gives a layer another parameter as 'weight'"):
+        run(region, tensor([[3.0]]) * 1.0)
+    assert layer.weight is not old
+    assert paddle.is_grad_enabled()
