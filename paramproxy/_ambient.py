@@ -220,8 +220,8 @@ class Ambient:
             stack.callback(self.random.capture_again().restore)
             self.random.restore()
         amp = AmpState.capture()
+        stack.callback(amp.restore)
         if amp != self.amp:
-            stack.callback(amp.restore)
             self.amp.restore()
 
 

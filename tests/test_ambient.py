@@ -9,7 +9,7 @@ import numpy as np
 import paddle
 import pytest
 from paddle.base import core
-from support import Counted, param, plain, same, tensor, values
+from support import MODES, Counted, param, plain, same, tensor, values
 
 import paramproxy
 from paramproxy import _ambient, recompute
@@ -377,3 +377,22 @@ def test_a_stream_from_which_nothing_was_drawn_is_not_set(monkeypatch):
     x = tensor([3.0])
     recompute(lambda a: paddle.nn.functional.dropout(a, 0.0) * a, x * 1.0).sum().backward()
     assert values(x.grad) == [6.0]
+
+
+@pytest.mark.parametrize("run", MODES)
+def test_an_amp_state_that_the_function_leaves_behind_ends_with_the_replay(run):
+    """It started from that of the first run, so there was nothing to set before."""
+
+    before = tracer()._amp_dtype
+
+    def region(a):
+        y = paddle.exp(a)
+        tracer()._amp_dtype = "bfloat16"
+        return y * a
+
+    assert before != "bfloat16"
+    y = run(region, tensor([1.0]) * 1.0)
+    assert tracer()._amp_dtype == "bfloat16"  # as a call of it would leave it
+    tracer()._amp_dtype = before
+    y.backward()
+    assert tracer()._amp_dtype == before
