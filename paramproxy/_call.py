@@ -9,7 +9,7 @@ import attrs
 
 from paramproxy._compat import EagerParamBase, Tensor
 from paramproxy._leaf import is_retired
-from paramproxy._tree import flatten, unflatten
+from paramproxy._tree import dtype_name, flatten, unflatten
 from paramproxy._view import ParamView, unwrap
 
 
@@ -73,6 +73,11 @@ class Call:
             else:
                 self.places[index].append(position)
 
+    @property
+    def other_leaves(self) -> list[Any]:
+        """What is at those positions."""
+        return [self.leaves[position] for position in self.others]
+
     def release(self) -> None:
         """Let go of the caller's tensors and containers; keep the rest."""
         for places in self.places:
@@ -129,9 +134,5 @@ class Result:
 
 def described(metadata: Metadata) -> str:
     """How an error tells of them: `1 tensors ([2, 3] float32)`."""
-    shown = ", ".join(f"{list(shape)} {_dtype_name(dtype)}" for _, shape, dtype in metadata)
+    shown = ", ".join(f"{list(shape)} {dtype_name(dtype)}" for _, shape, dtype in metadata)
     return f"{len(metadata)} tensors ({shown})"
-
-
-def _dtype_name(dtype: Any) -> str:
-    return str(dtype).rpartition(".")[2]

@@ -57,7 +57,6 @@ __all__ = [
     "is_made_by_no_op",
     "keep_out_of_to_static",
     "mark_recomputed",
-    "new_tensor",
     "paddle_recompute",
     "paddle_recompute_hybrid",
     "paddle_version",
@@ -80,13 +79,6 @@ Tensor: Any = core.eager.Tensor
 
 init_tensor: Any = getattr(paddle, "original_init", Tensor.__init__)
 """C's constructor. 3.3 wraps it in Python for new call forms, at 2 us and 56 bytes a call."""
-
-
-def new_tensor(*arguments: Any) -> Any:
-    """A tensor made by that constructor."""
-    tensor = Tensor.__new__(Tensor)
-    init_tensor(tensor, *arguments)
-    return tensor
 
 
 amp_module: Any = sys.modules["paddle.amp.auto_cast"]
@@ -230,7 +222,8 @@ def with_own_counter(tensor: Any, version: int = 0) -> Any:
 
 def with_own_storage(tensor: Any) -> Any:
     """A contiguous tensor of that shape and dtype, on the same buffer."""
-    other = new_tensor(tensor.dtype, list(tensor.shape), "", _DENSE, False)
+    other = Tensor.__new__(Tensor)
+    init_tensor(other, tensor.dtype, list(tensor.shape), "", _DENSE, False)
     tensor._share_buffer_to(other)
     other.stop_gradient = tensor.stop_gradient
     return other

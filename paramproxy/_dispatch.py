@@ -314,27 +314,24 @@ class CallerHooks(Frame):
 @wrapt.patch_function_wrapper(core.eager, "register_saved_tensors_hooks")
 def _enter_hooks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
     """Paddle's own, unless the dispatcher is in its place: then a frame."""
-    _local.entered.append(None)
     pack_hook, unpack_hook = args
     if pack_hook is inner_pack:
+        _local.entered.append(None)
         return
     if not paddle.is_grad_enabled():
         wrapped(*args, **kwargs)  # which does nothing
+        _local.entered.append(None)
         return
     frame = CallerHooks(pack_hook, unpack_hook, None)
     with _dispatcher.lock:
         if _dispatcher.registered is None:
-            try:
-                wrapped(*args, **kwargs)
-            except BaseException:
-                _local.entered.pop()
-                raise
+            wrapped(*args, **kwargs)
             _dispatcher.native = frame
         else:
             frame.before = _dispatcher.enter(_dispatcher.registered)
     frame.below = region_frame()
     _local.frames.append(frame)
-    _local.entered[-1] = frame
+    _local.entered.append(frame)
 
 
 @wrapt.patch_function_wrapper(core.eager, "reset_saved_tensors_hooks")

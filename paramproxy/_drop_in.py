@@ -21,7 +21,6 @@ from paramproxy._view import unwrap
 
 __all__ = [
     "check_recompute_necessary",
-    "detach_parameter",
     "detach_variable",
     "recompute_as_paddle",
     "switch_rng_state_tracker",
@@ -62,11 +61,6 @@ def detach_variable(inputs: Iterable[Any]) -> tuple[Any, ...]:
     """
     detached: tuple[Any, ...] = detach(tuple(inputs))
     return detached
-
-
-def detach_parameter(param: Any) -> Any:
-    """A leaf of a parameter: what Paddle's `_varbase_help` makes a copy for."""
-    return detach(param)
 
 
 def check_recompute_necessary(inputs: Iterable[Any]) -> None:

@@ -10,7 +10,7 @@ import paddle
 
 from paramproxy._ambient import grad_mode
 from paramproxy._compat import core
-from paramproxy._tree import copy_attributes
+from paramproxy._tree import copy_attributes, dtype_name
 
 
 __all__ = ["Partition", "Placed", "Placement", "can_be_offloaded", "to_host"]
@@ -103,7 +103,7 @@ class Partition:
             return False
         numel = tensor.size
         is_cut = numel > 0 and numel % group.nranks == 0 and tensor.is_contiguous()
-        return is_cut and str(tensor.dtype).rpartition(".")[2] in _GATHERED
+        return is_cut and dtype_name(tensor.dtype) in _GATHERED
 
     @classmethod
     def of(cls, tensor: Any, group: Any) -> Partition:

@@ -54,7 +54,7 @@ __all__ = ["Region"]
 
 Context = contextlib.AbstractContextManager[Any]
 
-_NEVER: Context = contextlib.nullcontext()
+_NO_CONTEXT: Context = contextlib.nullcontext()
 
 
 @attrs.define(eq=False)
@@ -118,7 +118,7 @@ class Region:
     ) -> tuple[Region, list[Any]]:
         """Take down a call before its first run, and the tensors of its operands."""
         call = Call.of(args, kwargs)
-        captured = Captured.by(function, [call.leaves[i] for i in call.others])
+        captured = Captured.by(function, call.other_leaves)
         hidden = [(i, t) for i in call.others for t in hidden_tensors(call.leaves[i])]
         for position, tensor in hidden:
             captured.add_hidden(tensor, f"a tensor in {call.name_at(position)}")
@@ -178,13 +178,13 @@ class Region:
             note_uses: Whether to find out which of the parameters in captured
                 layers it uses.
         """
-        timed = contextlib.nullcontext() if self.meter is None else self.meter.first_run()
-        self.objects = Objects.of([self.call.leaves[i] for i in self.call.others])
+        timed = _NO_CONTEXT if self.meter is None else self.meter.first_run()
+        self.objects = Objects.of(self.call.other_leaves)
         try:
             with (
                 grad_mode(record),
                 self.buffers.watched(self.captured),
-                self._uses_noted() if note_uses and self.captured.layers else _NEVER,
+                self._uses_noted() if note_uses and self.captured.layers else _NO_CONTEXT,
                 timed,
             ):
                 value = self.function(*self.call.args, **self.call.kwargs)
@@ -339,11 +339,11 @@ class Region:
         self,
         given: list[Any],
         watching: Callable[[], Context] = contextlib.nullcontext,
-        stopper: Context = _NEVER,
+        stopper: Context = _NO_CONTEXT,
     ) -> Any:
         """What the function returns for these operands; None if `stopper` ended it."""
         once = hooks_registered_once([*given, *self.captured.parameters])
-        timed = contextlib.nullcontext() if self.meter is None else self.meter.replay()
+        timed = _NO_CONTEXT if self.meter is None else self.meter.replay()
         try:
             with once, timed, watching(), stopper:
                 return self.call_now(given)

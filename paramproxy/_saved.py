@@ -24,7 +24,7 @@ from paramproxy._compat import (
     with_own_storage,
 )
 from paramproxy._placement import can_be_offloaded, to_host
-from paramproxy._tree import alias, copy_attributes
+from paramproxy._tree import alias, copy_attributes, dtype_name
 from paramproxy.exceptions import MutationError, UnsupportedError
 
 
@@ -84,7 +84,7 @@ class Metadata:
         )
 
     def __str__(self) -> str:
-        return f"{list(self.shape)} {str(self.dtype).rpartition('.')[2]}"
+        return f"{list(self.shape)} {dtype_name(self.dtype)}"
 
     def told(self, other: Metadata) -> str:
         """In words, with the layout where only that is different."""

@@ -24,6 +24,7 @@ __all__ = [
     "attributes",
     "copy_attributes",
     "detach",
+    "dtype_name",
     "flatten",
     "grads",
     "hidden_tensors",
@@ -148,6 +149,11 @@ def grads(tree: Any) -> tuple[Any, ...]:
             found.append(None if id(tensor) in seen else tensor.grad)
         seen.add(id(tensor))
     return tuple(found)
+
+
+def dtype_name(dtype: Any) -> str:
+    """How it is called, without what is in front of it in one Paddle or another."""
+    return str(dtype).rpartition(".")[2]
 
 
 # What Paddle has said of a dtype, which it takes its time for.

@@ -46,9 +46,9 @@ def _recompute_hybrid(ctx: Any, function: Any, *args: Any, **kwargs: Any) -> Any
 
 
 def _varbase_help(param: Any) -> Any:
-    from paramproxy._drop_in import detach_parameter
+    from paramproxy._tree import detach
 
-    return detach_parameter(param)
+    return detach(param)
 
 
 def _detach_variable(inputs: Any) -> Any:
