@@ -27,8 +27,9 @@ __all__ = [
     "CustomState",
     "GradMode",
     "RandomState",
+    "arm_final_hooks",
+    "final_hooks_are_armed",
     "grad_mode",
-    "keep_final_hooks",
     "streams_kept",
 ]
 
@@ -156,7 +157,7 @@ def _tracker_states() -> Any:
     return tracker.get_states_tracker() if getattr(tracker, "states_", True) else {}
 
 
-@attrs.frozen
+@attrs.define
 class AmpState:
     """The autocast state: the fields that C++ reads and the one that Python does.
 
@@ -177,7 +178,7 @@ class AmpState:
         now = tracer()
         level = now._amp_level
         # Nobody reads the lists at level O0, and fetching them is slow.
-        lists = None if level == core.AmpLevel.O0 else now._get_amp_op_list()
+        lists = None if level == _AMP_OFF else now._get_amp_op_list()
         python = amp_module._g_amp_state_
         return cls(level, now._amp_dtype, now._use_promote, lists, python)
 
@@ -191,7 +192,10 @@ class AmpState:
         amp_module._g_amp_state_ = self.python
 
 
-@attrs.frozen
+_AMP_OFF = core.AmpLevel.O0
+
+
+@attrs.define
 class Ambient:
     """The ambient state of a region's first run.
 
@@ -214,26 +218,40 @@ class Ambient:
     def put_back(self, stack: contextlib.ExitStack) -> None:
         """Gradients on, and everything as it was; when the stack closes, as it is now."""
         now = tracer()
-        stack.callback(setattr, now, "_has_grad", now._has_grad)
+        amp = AmpState.capture()
+        stack.callback(_restore_modes, now._has_grad, amp)
         now._has_grad = True
+        if amp != self.amp:
+            self.amp.restore()
         if self.random is not None:
             stack.callback(self.random.capture_again().restore)
             self.random.restore()
-        amp = AmpState.capture()
-        stack.callback(amp.restore)
-        if amp != self.amp:
-            self.amp.restore()
 
 
-@contextlib.contextmanager
-def grad_mode(enabled: bool) -> Iterator[None]:
-    """Gradients on or off; afterwards as before, also where Paddle has left them off."""
-    now = tracer()
-    before, now._has_grad = now._has_grad, enabled
-    try:
-        yield
-    finally:
-        now._has_grad = before
+def _restore_modes(has_grad: bool, amp: AmpState) -> None:
+    tracer()._has_grad = has_grad
+    amp.restore()
+
+
+class grad_mode:  # noqa: N801
+    """A block with gradients on or off; afterwards as before, also where Paddle has left them off.
+
+    No generator, as the other contexts that every call of `recompute` enters: those
+    take three times as long.
+    """
+
+    __slots__ = ("before", "enabled")
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+
+    def __enter__(self) -> None:
+        now = tracer()
+        self.before = now._has_grad
+        now._has_grad = self.enabled
+
+    def __exit__(self, *error: object) -> None:
+        tracer()._has_grad = self.before
 
 
 @attrs.define(eq=False)
@@ -275,20 +293,19 @@ def streams_kept() -> Iterator[None]:
         now.restore()
 
 
-def keep_final_hooks(stack: contextlib.ExitStack) -> None:
-    """Re-arm AMP's master-grad hook, which every backward runs and forgets.
+def final_hooks_are_armed() -> bool:
+    """Whether AMP's master-grad hook waits for the end of the backward that is running."""
+    return bool(amp_module.amp_global_state().already_register_final_backward_hook)
+
+
+def arm_final_hooks() -> None:
+    """Arm it again, if a backward has run and forgotten it.
 
     The backward inside a backward is one too: `RunBackward` in Paddle's
     backward.cc ends by running and clearing the final hooks, so gradients that
     come after the first region would stay in low precision.
     """
-    state: Any = amp_module.amp_global_state()
-    if state.already_register_final_backward_hook:
-        stack.callback(_arm_final_hooks, state)
-
-
-def _arm_final_hooks(state: Any) -> None:
-    if not state.already_register_final_backward_hook:
+    if not final_hooks_are_armed():
         python = amp_module._g_amp_state_
         with paddle.amp.auto_cast(enable=False):
             amp_module._g_amp_state_ = python

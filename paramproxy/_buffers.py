@@ -22,7 +22,7 @@ from paramproxy._parameter import nbytes
 from paramproxy._tree import alias
 
 
-__all__ = ["Buffers"]
+__all__ = ["NO_BUFFERS", "Buffers"]
 
 # They write without a word to the version counter.
 _SILENT_WRITES = ("set_value", "copy_")
@@ -147,7 +147,7 @@ class Buffers:
     @classmethod
     def of(cls, captured: Captured) -> Buffers:
         if not (captured.layers or captured.frozen or captured.tensors or captured.fixed):
-            return cls.none()
+            return NO_BUFFERS
         bindings = [Bindings.of(layer) for layer, _ in captured.layers]
         tensors = [
             *captured.frozen,
@@ -163,10 +163,10 @@ class Buffers:
             snapshots={id(t): t.clone() for t, version in versions if _may_be_written(t, version)},
         )
 
-    @classmethod
-    def none(cls) -> Buffers:
-        """For `preserve_buffers=False`."""
-        return cls([], [])
+    @property
+    def is_watched(self) -> bool:
+        """Whether there is anything that the first run could write."""
+        return bool(self.bindings or self.versions)
 
     @contextlib.contextmanager
     def watched(self, captured: Captured) -> Iterator[None]:
@@ -203,6 +203,8 @@ class Buffers:
 
     def put_back(self, stack: contextlib.ExitStack) -> None:
         """For the replay what the first run found; when the stack closes, what is there now."""
+        if not (self.changed or self.bindings):
+            return
         originals = [(t, alias(t)) for t in self.changed if t._is_initialized()]
         for layer in self.bindings:
             if layer in self.rebound or not layer.are_as_before():
@@ -210,6 +212,10 @@ class Buffers:
         for tensor, original in originals:
             stack.callback(tensor._set_impl, original)
             tensor._set_impl(self.snapshots.get(id(tensor), original).clone())
+
+
+NO_BUFFERS = Buffers([], [])
+"""Of a function that reads none, and for `preserve_buffers=False`."""
 
 
 def _may_be_written(tensor: Any, version: int) -> bool:

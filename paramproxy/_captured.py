@@ -24,7 +24,7 @@ from paramproxy._tree import attributes
 from paramproxy._view import unwrap
 
 
-__all__ = ["EMPTY", "Captured", "Fixed", "cell_content", "function_name"]
+__all__ = ["EMPTY", "Captured", "Fixed", "cell_content", "function_name", "put_flag_back"]
 
 # A list or dict with more entries than this is data, not a handful of
 # activations, and is not searched at every call.
@@ -233,22 +233,18 @@ class Captured:
         """Whether what is in `container` was looked at."""
         return id(container) in self._seen
 
-    def put_flags_back(
-        self, stack: contextlib.ExitStack, arguments: Iterable[tuple[Any, bool]]
-    ) -> None:
+    def put_flags_back(self, stack: contextlib.ExitStack) -> None:
         """Until the stack closes, the flags of parameters and layers are those of the first run.
 
         A GAN freezes and unfreezes its discriminator between forward and backward.
 
         Args:
             stack: Puts back the flags of now.
-            arguments: The parameters that were passed, each with its flag.
         """
-        params = [(p, False) for p in self.parameters] + [(p, True) for p in self.frozen]
-        for param, flag in (*params, *arguments):
-            if param.stop_gradient != flag:
-                stack.callback(setattr, param, "stop_gradient", not flag)
-                param.stop_gradient = flag
+        for param in self.parameters:
+            put_flag_back(stack, param, False)
+        for param in self.frozen:
+            put_flag_back(stack, param, True)
         for layer, mode in self.layers:
             if layer.training != mode:
                 stack.callback(setattr, layer, "training", not mode)
@@ -270,6 +266,13 @@ _HANDLERS: dict[type, Any] = {
     tuple: Captured._add_items,
     dict: Captured._add_items,
 }
+
+
+def put_flag_back(stack: contextlib.ExitStack, param: Any, stop_gradient: bool) -> None:
+    """The same for one parameter."""
+    if param.stop_gradient != stop_gradient:
+        stack.callback(setattr, param, "stop_gradient", not stop_gradient)
+        param.stop_gradient = stop_gradient
 
 
 def function_name(function: Any) -> str:

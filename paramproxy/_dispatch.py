@@ -215,37 +215,48 @@ def pass_through(tensor: Any, is_layers: bool) -> Kept:
     return Kept(held, tensor._inplace_version(), is_layers)
 
 
-@contextlib.contextmanager
-def pushed(frame: Frame, hook: Callable[[Any], Any] | None = None) -> Iterator[None]:
-    """Push a frame for the time of a block.
+class pushed:  # noqa: N801
+    """A block for whose time a frame is pushed.
 
     Args:
         frame: The frame.
         hook: The unpack hook to register. None for a frame on top of one that
             did, and for one that only wants to be found.
     """
-    before = None if hook is None else _dispatcher.enter(hook)
-    frame.under = _local.frames[-1] if _local.frames else None
-    frame.below = region_frame()
-    _local.frames.append(frame)
-    try:
-        yield
-    finally:
-        _local.frames.remove(frame)
-        if before is not None:
-            _dispatcher.leave(before)
+
+    __slots__ = ("before", "frame", "hook")
+
+    def __init__(self, frame: Frame, hook: Callable[[Any], Any] | None = None) -> None:
+        self.frame = frame
+        self.hook = hook
+
+    def __enter__(self) -> None:
+        self.before = None if self.hook is None else _dispatcher.enter(self.hook)
+        frames = _local.frames
+        if frames:
+            self.frame.under = frames[-1]
+            self.frame.below = region_frame()
+        frames.append(self.frame)
+
+    def __exit__(self, *error: object) -> None:
+        _local.frames.remove(self.frame)
+        if self.before is not None:
+            _dispatcher.leave(self.before)
 
 
-@contextlib.contextmanager
-def fresh_stack() -> Iterator[None]:
-    """Hide this thread's frames: what a replay saves is no business of theirs."""
-    hidden, _local.frames = _local.frames, []
-    entered, _local.entered = _local.entered, []
-    try:
-        yield
-    finally:
-        left, _local.frames = _local.frames, hidden
-        _local.entered = entered
+class fresh_stack:  # noqa: N801
+    """A block in which this thread's frames are hidden: what a replay saves is not for them."""
+
+    __slots__ = ("entered", "hidden")
+
+    def __enter__(self) -> None:
+        local = _local
+        self.hidden, local.frames = local.frames, []
+        self.entered, local.entered = local.entered, []
+
+    def __exit__(self, *error: object) -> None:
+        left, _local.frames = _local.frames, self.hidden
+        _local.entered = self.entered
         for frame in left:  # entered by hand, and never left
             if isinstance(frame, CallerHooks) and frame.before is not None:
                 _dispatcher.leave(frame.before)

@@ -19,7 +19,7 @@ import paddle
 from paramproxy._compat import Tensor
 
 
-__all__ = ["Objects", "fill"]
+__all__ = ["NO_OBJECTS", "Objects", "fill"]
 
 # No more objects than this are looked at in one call.
 LARGEST_SEARCH = 1024
@@ -72,6 +72,10 @@ class Objects:
         if self.before:
             stack.callback(fill, [(holder, holder.copy()) for holder, _ in self.before])
             fill(self.before)
+
+
+NO_OBJECTS = Objects()
+"""Of a call that has none."""
 
 
 def _is_holder(value: Any) -> bool:

@@ -8,6 +8,7 @@ import attrs
 import paddle
 from paddle.autograd import PyLayer
 
+from paramproxy._ambient import grad_mode
 from paramproxy._compat import EagerParamBase, with_own_counter, with_own_header
 from paramproxy._graph import layers_since, node_of
 from paramproxy._leaf import Handover, make_leaf, set_flag
@@ -73,8 +74,9 @@ class Operand:
         return kept
 
     def whole(self, kept: Any) -> Any:
-        """The tensor that was kept. None if it can't be had again."""
-        return kept if self.placed is None else self.placed.whole(kept)
+        """The tensor that was kept, brought back. None if it can't be had again."""
+        assert self.placed is not None
+        return self.placed.whole(kept)
 
     def standin(self, kept: Any, handover: Handover) -> Any:
         """What the replay gets: a leaf of the parameter, or what was kept."""
@@ -160,7 +162,8 @@ def as_roots(tensors: list[Any]) -> list[Any]:
     """
     if len(tensors) == 1 or not all(tensor.is_dense() for tensor in tensors):
         return tensors
-    return list(_Relay.apply(*tensors))
+    with grad_mode(True):
+        return list(_Relay.apply(*tensors))
 
 
 def as_intermediates(operands: list[Operand], leaves: list[Any]) -> list[Any]:

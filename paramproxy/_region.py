@@ -21,16 +21,16 @@ from typing import Any
 
 import attrs
 
-from paramproxy._ambient import Ambient, grad_mode, keep_final_hooks
+from paramproxy._ambient import Ambient, arm_final_hooks, final_hooks_are_armed, grad_mode
 from paramproxy._aside import Aside
-from paramproxy._buffers import Buffers
+from paramproxy._buffers import NO_BUFFERS, Buffers
 from paramproxy._call import Call, Metadata, Result, described
-from paramproxy._captured import Captured, Fixed, function_name
+from paramproxy._captured import Captured, Fixed, function_name, put_flag_back
 from paramproxy._compat import EagerParamBase, Tensor
 from paramproxy._graph import reaches
 from paramproxy._hooks import hooks_registered_once
 from paramproxy._leaf import Handover
-from paramproxy._objects import Objects
+from paramproxy._objects import NO_OBJECTS, Objects
 from paramproxy._operand import Operand, as_intermediates
 from paramproxy._options import Options
 from paramproxy._placement import Placement
@@ -67,11 +67,12 @@ class Region:
         captured: What it reads besides them.
         operands: The tensors among the arguments, then the captured ones, each
             once.
+        ambient: The state of the first run.
+        meter: What measures it, while somebody asks for a report.
         captured_operands: The operand of each captured tensor.
         fixed: Captured tensors that no stand-in can replace, with an alias of
             each, which lends its storage to one that was freed.
         weights: Captured trainable parameters.
-        ambient: The state of the first run.
         buffers: What it changed of the buffers that the function reads.
         metadata: That of the first run's result.
         hidden: Tensors inside of arguments that are no containers, each with
@@ -80,24 +81,23 @@ class Region:
         used: The parameters, by id, that it has taken out of captured layers; None
             where nobody looked.
         kept_calls: What the calls of `keep` in it gave.
-        meter: What measures it, while somebody asks for a report.
     """
 
     function: Any
     call: Call
     captured: Captured
     operands: list[Operand]
-    captured_operands: list[int]
-    fixed: list[tuple[Operand, Fixed, Any]]
-    weights: list[Operand]
     ambient: Ambient
-    buffers: Buffers
+    meter: Meter | None
+    captured_operands: list[int] = attrs.field(factory=list)
+    fixed: list[tuple[Operand, Fixed, Any]] = attrs.field(factory=list)
+    weights: list[Operand] = attrs.field(factory=list)
+    buffers: Buffers = NO_BUFFERS
     metadata: Metadata = attrs.field(factory=list)
     hidden: list[tuple[int, Any]] = attrs.field(factory=list)
-    objects: Objects = attrs.field(factory=Objects)
+    objects: Objects = NO_OBJECTS
     used: set[int] | None = None
     kept_calls: list[Any] = attrs.field(factory=list)
-    meter: Meter | None = None
 
     @property
     def name(self) -> str:
@@ -119,41 +119,57 @@ class Region:
         """Take down a call before its first run, and the tensors of its operands."""
         call = Call.of(args, kwargs)
         captured = Captured.by(function, call.other_leaves)
-        hidden = [(i, t) for i in call.others for t in hidden_tensors(call.leaves[i])]
-        for position, tensor in hidden:
-            captured.add_hidden(tensor, f"a tensor in {call.name_at(position)}")
         tensors = list(call.tensors)
-        operands = [Operand.of(tensor, "") for tensor in tensors]
+        region = cls(
+            function,
+            call,
+            captured,
+            [Operand.of(tensor, "") for tensor in tensors],
+            Ambient.capture(options.preserve_rng_state, options.preserve_external_rng_state),
+            meter(function) if is_measured else None,
+        )
+        if call.others:
+            region._look_into_others()
+        if captured.tensors:
+            region._add_captured_tensors(tensors)
+        if captured.fixed:
+            region.fixed = [
+                (Operand.of(f.tensor, f.where), f, alias(f.tensor)) for f in captured.fixed
+            ]
+        if captured.parameters:
+            weights = {id(weight): weight for weight in captured.parameters}
+            region.weights = [Operand.of(weight, "captured") for weight in weights.values()]
+        if options.preserve_buffers:
+            region.buffers = Buffers.of(captured)
+        return region, tensors
+
+    def _look_into_others(self) -> None:
+        """Find what hangs on the arguments that are no tensors."""
+        for position in self.call.others:
+            leaf = self.call.leaves[position]
+            if hasattr(type(leaf), "__next__") and type(leaf).__module__ in _ITERATORS:
+                self._refuse_argument(
+                    position, "is an iterator, which the first run would use up. Pass a list"
+                )
+            for tensor in hidden_tensors(leaf):
+                self.hidden.append((position, tensor))
+                self.captured.add_hidden(tensor, f"a tensor in {self.call.name_at(position)}")
+
+    def _add_captured_tensors(self, tensors: list[Any]) -> None:
         indices = {id(tensor): index for index, tensor in enumerate(tensors)}
-        for where, tensor in captured.tensors:
+        for where, tensor in self.captured.tensors:
             if indices.setdefault(id(tensor), len(tensors)) == len(tensors):
                 tensors.append(tensor)
-                operands.append(Operand.of(tensor, where))
-        region = cls(
-            function=function,
-            call=call,
-            captured=captured,
-            operands=operands,
-            captured_operands=[indices[id(tensor)] for _, tensor in captured.tensors],
-            fixed=[(Operand.of(f.tensor, f.where), f, alias(f.tensor)) for f in captured.fixed],
-            weights=[
-                Operand.of(weight, "captured")
-                for weight in {id(weight): weight for weight in captured.parameters}.values()
-            ],
-            ambient=Ambient.capture(
-                options.preserve_rng_state, options.preserve_external_rng_state
-            ),
-            buffers=Buffers.of(captured) if options.preserve_buffers else Buffers.none(),
-            hidden=hidden,
-            meter=meter(lambda: function_name(function)) if is_measured else None,
-        )
-        region._refuse_iterators()
-        return region, tensors
+                self.operands.append(Operand.of(tensor, where))
+            self.captured_operands.append(indices[id(tensor)])
 
     @property
     def has_differentiable_operand(self) -> bool:
         """Whether a gradient can leave the region by one of the tensors that enter it."""
-        return not all(operand.stop_gradient for operand in self.operands)
+        for operand in self.operands:  # quicker than a generator
+            if not operand.stop_gradient:
+                return True
+        return False
 
     def keep(self, tensors: list[Any], placement: Placement) -> list[Any]:
         """What to save of the operands until the replay; nothing of a parameter."""
@@ -178,22 +194,18 @@ class Region:
             note_uses: Whether to find out which of the parameters in captured
                 layers it uses.
         """
-        timed = _NO_CONTEXT if self.meter is None else self.meter.first_run()
-        self.objects = Objects.of(self.call.other_leaves)
+        if self.call.others:
+            self.objects = Objects.of(self.call.other_leaves)
         try:
-            with (
-                grad_mode(record),
-                self.buffers.watched(self.captured),
-                self._uses_noted() if note_uses and self.captured.layers else _NO_CONTEXT,
-                timed,
-            ):
+            with grad_mode(record), self._watched(note_uses=note_uses):
                 value = self.function(*self.call.args, **self.call.kwargs)
         finally:
             # Where the replay of a region around ends this first run, what it
             # has saved so far is waited for all the same.
             if self.ambient.random is not None:
                 self.ambient.random.leave_out_untouched()
-            self.objects.leave_out_unchanged()
+            if self.objects.before:
+                self.objects.leave_out_unchanged()
             changed = self._own_change(tensors)
             self.call.release()
             self.hidden = []
@@ -211,10 +223,11 @@ class Region:
     def record(self, result: Result, tensors: list[Any]) -> None:
         """Take down what the replay has to give again, and refuse what it can't."""
         self.metadata = result.metadata
-        read = list(zip(self.operands, tensors))
-        read += [(operand, fixed.tensor) for operand, fixed, _ in self.fixed]
-        state = {id(tensor): operand for operand, tensor in read if operand.is_state}
+        state = {id(tensor): o for o, tensor in zip(self.operands, tensors) if o.is_state}
+        state |= {id(fixed.tensor): o for o, fixed, _ in self.fixed if o.is_state}
         for leaf in result.leaves:
+            if type(leaf) is Tensor and not state:
+                continue
             if id(leaf) in state and is_differentiable(leaf):
                 msg = (
                     f"Cannot recompute {self.name}: it writes into {state[id(leaf)]} and returns "
@@ -228,14 +241,6 @@ class Region:
                     "register the class with optree."
                 )
                 raise UnsupportedError(msg)
-
-    def _refuse_iterators(self) -> None:
-        for position in self.call.others:
-            leaf = self.call.leaves[position]
-            if hasattr(type(leaf), "__next__") and type(leaf).__module__ in _ITERATORS:
-                self._refuse_argument(
-                    position, "is an iterator, which the first run would use up. Pass a list"
-                )
 
     def refuse_hidden(self) -> None:
         """Refuse an argument out of which a PyLayer could not take a tensor."""
@@ -267,8 +272,10 @@ class Region:
                 changed = changed or operand
         for operand, fixed, _ in self.fixed:
             operand.is_state = operand.was_changed(fixed.tensor)
-        written = (weight for weight in self.weights if weight.was_changed(weight.parameter))
-        return changed or next(written, None)
+        for weight in self.weights:
+            if weight.was_changed(weight.parameter):
+                changed = changed or weight
+        return changed
 
     def _refuse_own_change(self, operand: Operand) -> None:
         msg = (
@@ -321,19 +328,25 @@ class Region:
             given = [o.again(t) for o, t in zip(self.operands, tensors)]
             self.call_again(given, watching, stopper)
 
-    @contextlib.contextmanager
-    def restored(self) -> Iterator[None]:
-        """The world of the first run; afterwards that of now."""
-        flags = [(o.parameter, o.stop_gradient) for o in self.operands if o.parameter is not None]
-        with contextlib.ExitStack() as stack:
-            keep_final_hooks(stack)
+    def restored(self) -> contextlib.ExitStack:
+        """The world of the first run; that of now when what is returned closes."""
+        stack = contextlib.ExitStack()
+        try:
+            if final_hooks_are_armed():
+                stack.callback(arm_final_hooks)
             self.ambient.put_back(stack)
             self._lend_storage(stack)
             self.buffers.put_back(stack)
             self.objects.put_back(stack)
-            self.captured.put_flags_back(stack, flags)
+            self.captured.put_flags_back(stack)
+            for operand in self.operands:
+                if operand.parameter is not None:
+                    put_flag_back(stack, operand.parameter, operand.stop_gradient)
             begin_recomputing(stack)
-            yield
+        except BaseException:
+            stack.close()
+            raise
+        return stack
 
     def call_again(
         self,
@@ -368,15 +381,27 @@ class Region:
         Those that the first run has used, where that was noted.
         The program of a `to_static` layer keeps to those that it was made with.
         """
-        if self.captured.has_static:
+        if not self.weights or self.captured.has_static:
             return []
         parameters = [weight.parameter for weight in self.weights]
         used, direct = self.used, self.captured.direct
         return [p for p in parameters if used is None or id(p) in used or id(p) in direct]
 
-    def _uses_noted(self) -> Context:
-        self.used = set()
-        return uses_noted((layer for layer, _ in self.captured.layers), self.used)
+    def _watched(self, *, note_uses: bool) -> Context:
+        """A block for the first run, in which everyone looks on who has to."""
+        is_noted = note_uses and self.captured.layers
+        if not (is_noted or self.buffers.is_watched or self.meter is not None):
+            return _NO_CONTEXT
+        with contextlib.ExitStack() as stack:
+            if self.buffers.is_watched:
+                stack.enter_context(self.buffers.watched(self.captured))
+            if is_noted:
+                self.used = set()
+                layers = (layer for layer, _ in self.captured.layers)
+                stack.enter_context(uses_noted(layers, self.used))
+            if self.meter is not None:
+                stack.enter_context(self.meter.first_run())
+            return stack.pop_all()
 
     def _tensors(self, kept: list[Any]) -> list[Any]:
         """The tensor of each operand: a parameter itself, or what was kept."""
@@ -397,6 +422,7 @@ class Region:
         for index, (operand, tensor) in enumerate(zip(self.operands, tensors)):
             if operand.parameter is None or operand.was_changed(tensor):
                 self._refuse_change(operand, tensor)
+            if operand.placed is not None:
                 tensors[index] = self._whole(operand, tensor)
         return tensors
 
@@ -440,13 +466,14 @@ class Region:
         A captured tensor without a gradient stays itself, so that `is` holds,
         unless it was freed.
         """
+        captured = self.captured
+        if not (captured.tensors or captured.cells):
+            return (self.function, *self.call.filled(standins))
         replaced = {
             id(tensor): standins[index]
-            for (_, tensor), index in zip(self.captured.tensors, self.captured_operands)
+            for (_, tensor), index in zip(captured.tensors, self.captured_operands)
             if not (self.operands[index].stop_gradient and tensor._is_initialized())
         }
-        if not (replaced or self.captured.cells):
-            return (self.function, *self.call.filled(standins))
         rebinder = Rebinder(self.captured, replaced)
         args, kwargs = self.call.filled(standins, rebinder.rebind)
         return rebinder.rebind(self.function), args, kwargs
@@ -474,13 +501,9 @@ class Region:
         The second time through an op of Paddle's raises, through a PyLayer it
         crashes the interpreter.
         """
-        outside = [
-            fixed
-            for operand, fixed, _ in self.fixed
-            if not (operand.is_leaf or operand.stop_gradient)
-        ]
-        for fixed in outside:
-            if reaches(result.leaves, fixed.tensor):
+        for operand, fixed, _ in self.fixed:
+            is_outside = not (operand.is_leaf or operand.stop_gradient)
+            if is_outside and reaches(result.leaves, fixed.tensor):
                 msg = (
                     f"Cannot replay {self.name}: it uses {fixed.where}, an activation of the graph "
                     "around it, and no stand-in can be put there. Pass it as an argument."

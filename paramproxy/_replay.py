@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import attrs
 
-from paramproxy._ambient import grad_mode, keep_final_hooks
+from paramproxy._ambient import arm_final_hooks, final_hooks_are_armed
 from paramproxy._aside import Aside
 from paramproxy._call import Result
 from paramproxy._compat import backward
@@ -36,11 +35,13 @@ class Replay:
 
     def run_backward(self, outputs: list[tuple[Any, Any]]) -> None:
         """Run the graph backward from these outputs, each with its gradient."""
-        with grad_mode(True):
-            roots = as_roots([output for output, _ in outputs])
-        with contextlib.ExitStack() as stack:
-            keep_final_hooks(stack)
+        roots = as_roots([output for output, _ in outputs])
+        has_final_hooks = final_hooks_are_armed()
+        try:
             backward(roots, [gradient for _, gradient in outputs])
+        finally:
+            if has_final_hooks:
+                arm_final_hooks()
 
     def gradients(self) -> list[Any]:
         """Hand over the gradient of each differentiable operand and captured parameter."""

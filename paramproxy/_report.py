@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import attrs
 
+from paramproxy._captured import function_name
 from paramproxy._parameter import nbytes
 
 
@@ -193,11 +194,7 @@ def report() -> Iterator[Report]:
         _REPORT.reset(token)
 
 
-def meter(name: Any) -> Meter | None:
-    """A meter for a region that opens now, or None where nobody asks.
-
-    Args:
-        name: Gives the name of its row.
-    """
+def meter(function: Any) -> Meter | None:
+    """A meter for a region of this function that opens now, or None where nobody asks."""
     current = _REPORT.get()
-    return None if current is None else Meter(current.row(name()))
+    return None if current is None else Meter(current.row(function_name(function)))
