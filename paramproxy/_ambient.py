@@ -167,7 +167,7 @@ class AmpState:
     take over lists as they are.
     """
 
-    level: Any
+    level: Any = attrs.field(eq=int)
     dtype: Any
     use_promote: Any
     lists: Any
@@ -178,7 +178,7 @@ class AmpState:
         now = tracer()
         level = now._amp_level
         # Nobody reads the lists at level O0, and fetching them is slow.
-        lists = None if level == _AMP_OFF else now._get_amp_op_list()
+        lists = None if int(level) == _AMP_OFF else now._get_amp_op_list()
         python = amp_module._g_amp_state_
         return cls(level, now._amp_dtype, now._use_promote, lists, python)
 
@@ -192,7 +192,7 @@ class AmpState:
         amp_module._g_amp_state_ = self.python
 
 
-_AMP_OFF = core.AmpLevel.O0
+_AMP_OFF = int(core.AmpLevel.O0)
 
 
 @attrs.define

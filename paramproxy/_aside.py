@@ -32,12 +32,9 @@ class Aside:
     parameters: list[Any]
     leaves: list[Any] = attrs.field(factory=list)
 
-    def recording(self) -> contextlib.AbstractContextManager[None]:
-        """What is recorded meanwhile, is recorded on the leaves."""
-        return self._recording() if self.parameters else contextlib.nullcontext()
-
     @contextlib.contextmanager
-    def _recording(self) -> Iterator[None]:
+    def recording(self) -> Iterator[None]:
+        """What is recorded meanwhile, is recorded on the leaves."""
         with _claims.held(self.parameters):
             own = [_in_place_of(parameter) for parameter in self.parameters]
             try:

@@ -9,7 +9,7 @@ import attrs
 
 from paramproxy._compat import EagerParamBase, Tensor
 from paramproxy._leaf import is_retired
-from paramproxy._tree import dtype_name, flatten, unflatten
+from paramproxy._tree import dtype_name, dtype_of, flatten, unflatten
 from paramproxy._view import ParamView, unwrap
 
 
@@ -38,40 +38,35 @@ class Call:
     kwargs: dict[str, Any]
     leaves: list[Any]
     spec: Any
-    tensors: list[Any] = attrs.field(factory=list)
-    places: list[list[int]] = attrs.field(factory=list)
-    others: list[int] = attrs.field(factory=list)
+    tensors: list[Any]
+    places: list[list[int]]
+    others: list[int]
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         leaves, spec = flatten((args, kwargs))
         replaced = False
+        places: dict[int, list[int]] = {}
+        tensors, others = [], []
         for position, leaf in enumerate(leaves):
             kind = type(leaf)
-            if kind is Tensor or kind is EagerParamBase:
+            if kind in _CONSTANTS:
                 continue
-            if issubclass(kind, ParamView) or is_retired(leaf):
-                leaves[position] = unwrap(leaf)
-                replaced = True
+            if kind is not Tensor and kind is not EagerParamBase:
+                if issubclass(kind, ParamView) or is_retired(leaf):
+                    leaf = leaves[position] = unwrap(leaf)
+                    replaced = True
+                elif not isinstance(leaf, Tensor):
+                    others.append(position)
+                    continue
+            if id(leaf) in places:
+                places[id(leaf)].append(position)
+            else:
+                places[id(leaf)] = [position]
+                tensors.append(leaf)
         if replaced:
             args, kwargs = unflatten(spec, leaves)
-        call = cls(args, kwargs, leaves, spec)
-        call._find_tensors()
-        return call
-
-    def _find_tensors(self) -> None:
-        indices: dict[int, int] = {}
-        for position, leaf in enumerate(self.leaves):
-            if not isinstance(leaf, Tensor):
-                if type(leaf) not in _CONSTANTS:
-                    self.others.append(position)
-                continue
-            index = indices.setdefault(id(leaf), len(indices))
-            if index == len(self.tensors):
-                self.tensors.append(leaf)
-                self.places.append([position])
-            else:
-                self.places[index].append(position)
+        return cls(args, kwargs, leaves, spec, tensors, list(places.values()), others)
 
     @property
     def other_leaves(self) -> list[Any]:
@@ -126,7 +121,7 @@ class Result:
     def metadata(self) -> Metadata:
         """Position, shape and dtype of each tensor: what a replay has to repeat."""
         return [
-            (position, tuple(leaf.shape), leaf.dtype)
+            (position, tuple(leaf.shape), dtype_of(leaf))
             for position, leaf in enumerate(self.leaves)
             if isinstance(leaf, Tensor)
         ]

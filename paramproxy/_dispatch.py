@@ -22,7 +22,7 @@ import atexit
 import contextlib
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -269,9 +269,11 @@ def is_registered(hook: Callable[[Any], Any]) -> bool:
 
 def region_frame() -> Frame | None:
     """The innermost frame of this thread that is not a caller's own hooks."""
-    for frame in reversed(_local.frames):
-        if not isinstance(frame, CallerHooks):
-            return frame
+    frames = _local.frames
+    if frames:
+        for frame in reversed(frames):
+            if not isinstance(frame, CallerHooks):
+                return frame
     return None
 
 
@@ -387,12 +389,10 @@ def replay_announced() -> contextlib.AbstractContextManager[Any]:
     Paddle's own replay enters hooks of these names. ERNIE's refined recompute
     waits for them, and gives what it has kept instead of computing it again.
     """
-    if is_replay_heard():
-        hooks: contextlib.AbstractContextManager[Any] = paddle.autograd.saved_tensors_hooks(
-            inner_pack, inner_unpack
-        )
-        return hooks
-    return contextlib.nullcontext()
+    hooks: contextlib.AbstractContextManager[Any] = paddle.autograd.saved_tensors_hooks(
+        inner_pack, inner_unpack
+    )
+    return hooks
 
 
 if not LAYERS_MAY_SAVE_NONE:

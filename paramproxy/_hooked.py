@@ -18,10 +18,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import attrs
@@ -69,14 +68,14 @@ from paramproxy.exceptions import ReplayMismatchError, UnsupportedError
 __all__ = ["is_plain_call", "is_served", "run"]
 
 
-def is_plain_call() -> bool:
-    """Whether a region that opens now is part of what another first run records."""
-    return isinstance(region_frame(), FirstRun)
+def is_plain_call(around: Frame | None) -> bool:
+    """Whether a region that opens in this frame is part of what another first run records."""
+    return isinstance(around, FirstRun)
 
 
-def is_served() -> bool:
-    """Whether a region that opens now is inside one of this engine, whichever it asks for."""
-    return isinstance(region_frame(), (FirstRun, SecondRun))
+def is_served(around: Frame | None) -> bool:
+    """Whether a region that opens in this frame is inside one of this engine."""
+    return isinstance(around, (FirstRun, SecondRun))
 
 
 def run(region: Region, tensors: list[Any], placement: Placement, options: Options) -> Any:
@@ -325,8 +324,12 @@ class Recording:
             )
             raise UnsupportedError(msg)
         second = SecondRun.of(self, region)
-        with fresh_stack():
-            region.rerun(self.kept, second.pushed, second.stopper)
+        announced = replay_announced() if is_replay_heard() else None
+        try:
+            with fresh_stack(), pushed(second, unpack):
+                region.rerun(self.kept, second.stopper, announced)
+        finally:
+            second.let_go()
         second.stopper.clean_up()
         second.refuse_mismatch()
 
@@ -437,16 +440,11 @@ class SecondRun(Frame):
         comparison = Comparison(region.name, recording.metadata, recording.lines, recording.is_open)
         return cls(recording, wanted, max(wanted), comparison, region.meter)
 
-    @contextlib.contextmanager
-    def pushed(self) -> Iterator[None]:
-        """The block in which the function is called."""
-        try:
-            with pushed(self, unpack), replay_announced():
-                yield
-        finally:
-            self.wanted = {}
-            for loan in self.loans:
-                loan.item = None
+    def let_go(self) -> None:
+        """Afterwards."""
+        self.wanted = {}
+        for loan in self.loans:
+            loan.item = None
 
     def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
         index = self.count

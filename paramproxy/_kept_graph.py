@@ -73,7 +73,7 @@ class KeptGraph:
         handover = Handover()
         standins = [o.standin(alias(t), handover) for o, t in zip(region.operands, tensors)]
         hook = None if around.meter is None else unpack
-        aside = Aside(region.own_parameters)
+        aside = Aside(region.find_own_parameters())
         with grad_mode(True), pushed(_Inside(meter=around.meter), hook), aside.recording():
             given = as_intermediates(region.operands, standins)
             value = region.call_now(given)

@@ -13,7 +13,7 @@ from paramproxy._compat import core
 from paramproxy._tree import copy_attributes, dtype_name
 
 
-__all__ = ["Partition", "Placed", "Placement", "can_be_offloaded", "to_host"]
+__all__ = ["AS_THEY_ARE", "Partition", "Placed", "Placement", "can_be_offloaded", "to_host"]
 
 # What both NCCL and gloo can gather.
 _GATHERED = ("float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64")
@@ -51,6 +51,9 @@ class Placement:
         held.stop_gradient = tensor.stop_gradient
         copy_attributes(tensor, held)
         return held, Placed(tuple(tensor.shape), tensor.dtype, place, partition)
+
+
+AS_THEY_ARE = Placement()
 
 
 @attrs.frozen(eq=False)

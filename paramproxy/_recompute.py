@@ -12,9 +12,10 @@ import paddle
 from paramproxy import _hooked, _reentrant
 from paramproxy._call import Call
 from paramproxy._caller import warn
-from paramproxy._compat import mark_recomputed, untraced
+from paramproxy._compat import mark_recomputed, set_eval_frame, untraced
+from paramproxy._dispatch import region_frame
 from paramproxy._options import Options
-from paramproxy._placement import Placement
+from paramproxy._placement import AS_THEY_ARE, Placement
 from paramproxy._policy import Decision, SavedTensor
 from paramproxy._region import Region
 
@@ -25,7 +26,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-@untraced
 def recompute(
     function: Callable[..., R],
     /,
@@ -126,17 +126,21 @@ def recompute(
     without a differentiable input, those with a `policy`, and those inside of a
     region of the hook engine. The page *Caveats* has what neither can do.
     """
-    options = Options(
-        use_reentrant=use_reentrant,
-        preserve_rng_state=preserve_rng_state,
-        preserve_external_rng_state=preserve_external_rng_state,
-        preserve_buffers=preserve_buffers,
-        offload_indices=offload_indices,
-        policy=policy,
-        debug=debug,
-    )
-    result: R = recompute_call(function, args, kwargs, options)
-    return result
+    traced = set_eval_frame(None)
+    try:
+        options = Options(
+            use_reentrant,
+            preserve_rng_state,
+            preserve_external_rng_state,
+            preserve_buffers,
+            offload_indices,
+            policy,
+            debug,
+        )
+        result: R = recompute_call(function, args, kwargs, options)
+        return result
+    finally:
+        set_eval_frame(traced)
 
 
 @overload
@@ -221,20 +225,22 @@ def recompute_call(
     if not paddle.in_dynamic_mode():
         call = Call.of(args, kwargs)
         return mark_recomputed(function)(*call.args, **call.kwargs)
-    if not paddle.is_grad_enabled() or _hooked.is_plain_call():
+    around = region_frame()
+    if not paddle.is_grad_enabled() or _hooked.is_plain_call(around):
         call = Call.of(args, kwargs)
         return function(*call.args, **call.kwargs)
     region, tensors = Region.open(function, args, kwargs, options)
-    place = _offloaded(region, options.offload_indices) if placement is None else placement(region)
-    if _is_reentrant(region, options):
+    if placement is not None:
+        place = placement(region)
+    elif options.offload_indices:
+        place = _offloaded(region, options.offload_indices)
+    else:
+        place = AS_THEY_ARE
+    # Whether the reentrant engine is asked for, and can do what is asked.
+    is_reentrant = options.use_reentrant and options.policy is None
+    if is_reentrant and region.has_differentiable_operand and not _hooked.is_served(around):
         return _reentrant.run(region, tensors, place)
     return _hooked.run(region, tensors, place, options)
-
-
-def _is_reentrant(region: Region, options: Options) -> bool:
-    """Whether the reentrant engine is asked for, and can do what is asked."""
-    is_asked = options.use_reentrant and options.policy is None
-    return is_asked and region.has_differentiable_operand and not _hooked.is_served()
 
 
 def _refuse_uncallable(function: Any) -> None:
@@ -245,8 +251,6 @@ def _refuse_uncallable(function: Any) -> None:
 
 def _offloaded(region: Region, indices: tuple[int | str, ...]) -> Placement:
     """The operands that `offload_indices` names are to wait in host memory."""
-    if not indices:
-        return Placement()
     arguments = {_argument(region, index) for index in indices}
     offloaded = set()
     for index, places in enumerate(region.call.places):

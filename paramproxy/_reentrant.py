@@ -22,7 +22,7 @@ from paramproxy._ambient import streams_kept
 from paramproxy._aside import Aside
 from paramproxy._call import Result
 from paramproxy._caller import backward_frame, warn
-from paramproxy._compat import EagerParamBase, Tensor, is_made_by_no_op, with_own_header
+from paramproxy._compat import EagerParamBase, is_made_by_no_op, with_own_header
 from paramproxy._dispatch import fresh_stack, pushed, unpack
 from paramproxy._kept_graph import FirstRun, SecondRun
 from paramproxy._placement import Placement
@@ -39,14 +39,19 @@ def run(region: Region, tensors: list[Any], placement: Placement) -> Any:
     """The region's result, in the graph, with the replay waiting in backward."""
     region.refuse_hidden()
     kept = region.keep(tensors, placement)
-    inputs = [tensor for tensor in tensors if not tensor.stop_gradient]
-    constants = {id(tensor) for tensor in tensors if tensor.stop_gradient}
+    inputs = []
+    constants = set()
+    for tensor in tensors:
+        if tensor.stop_gradient:
+            constants.add(id(tensor))
+        else:
+            inputs.append(tensor)
     with pushed(FirstRun(region, constants)):
         value = region.first_run(tensors, record=region.captured.has_static, note_uses=True)
-    inputs += region.own_parameters
+    inputs += region.find_own_parameters()
     result = Result.of(value)
     region.record(result, tensors)
-    fresh = _fresh(region, result, tensors)
+    fresh = _fresh(region, result, constants)
     if fresh and all(is_made_by_no_op(result.leaves[places[0]]) for places in fresh):
         # A replay now tells. Its graph is dropped at once.
         with streams_kept():
@@ -55,7 +60,7 @@ def run(region: Region, tensors: list[Any], placement: Placement) -> Any:
     if not fresh:
         return value
     positions = [places[0] for places in fresh]
-    outputs = _outputs(region, [result.leaves[position] for position in positions])
+    outputs = _outputs(region, result, positions)
     with Aside.waited_for(inputs):
         outputs = _Reentrant.apply(_FirstRun(region, kept, outputs, positions), *inputs)
     for output, places in zip(outputs, fresh):
@@ -104,23 +109,21 @@ class _Reentrant(PyLayer):  # type: ignore[misc]
         # Where a backward raises, Paddle never frees its context.
         ctx.container = ()
         _look_at_caller(region)
-        if all(grad is None for grad in output_grads):
-            gradients = region.no_gradients(kept)
-        else:
-            gradients = _run_again(region, kept, dict(zip(ctx.positions, output_grads)))
+        used = [pair for pair in zip(ctx.positions, output_grads) if pair[1] is not None]
+        gradients = _run_again(region, kept, used) if used else region.no_gradients(kept)
         return tuple(gradients)
 
 
-def _run_again(region: Region, kept: list[Any], output_grads: dict[int, Any]) -> list[Any]:
-    """The gradients of the operands, from those of the outputs that have one."""
+def _run_again(region: Region, kept: list[Any], used: list[tuple[int, Any]]) -> list[Any]:
+    """The gradients of the operands, from those of the outputs, by their positions."""
     replay = _replay(region, kept)
-    used = [
+    outputs = [
         (replay.result.leaves[position], grad)
-        for position, grad in output_grads.items()
-        if grad is not None and not replay.result.leaves[position].stop_gradient
+        for position, grad in used
+        if not replay.result.leaves[position].stop_gradient
     ]
-    if used:
-        _run_backward(region, replay, used)
+    if outputs:
+        _run_backward(region, replay, outputs)
     return replay.gradients()
 
 
@@ -144,7 +147,7 @@ def _run_backward(region: Region, replay: Replay, outputs: list[tuple[Any, Any]]
         raise UnsupportedError(msg) from exc
 
 
-def _fresh(region: Region, result: Result, tensors: list[Any]) -> list[list[int]]:
+def _fresh(region: Region, result: Result, constants: set[int]) -> list[list[int]]:
     """The positions of each tensor of the result that the region may have to answer for.
 
     Under no_grad whatever the function computed has stop_gradient=True. What
@@ -153,11 +156,13 @@ def _fresh(region: Region, result: Result, tensors: list[Any]) -> list[list[int]
     intermediate that the caller passed in, since an identity PyLayer returns
     its input too, and one that the function recorded for itself.
     """
-    older = {id(tensor) for tensor in tensors if tensor.stop_gradient}
-    older.update(id(fixed.tensor) for _, fixed, _ in region.fixed)
+    older = constants
+    if region.fixed:
+        older = older.union(id(fixed.tensor) for _, fixed, _ in region.fixed)
     places: dict[int, list[int]] = {}
-    for position, leaf in enumerate(result.leaves):
-        if not isinstance(leaf, Tensor) or isinstance(leaf, EagerParamBase) or id(leaf) in older:
+    for position, _, _ in region.metadata:
+        leaf = result.leaves[position]
+        if isinstance(leaf, EagerParamBase) or id(leaf) in older:
             continue
         if leaf.stop_gradient:
             may_need_one = not region.captured.has_static and is_differentiable(leaf)
@@ -168,11 +173,12 @@ def _fresh(region: Region, result: Result, tensors: list[Any]) -> list[list[int]
     return list(places.values())
 
 
-def _outputs(region: Region, computed: list[Any]) -> tuple[Any, ...]:
-    """Aliases of the computed tensors, each with a header that no input has."""
+def _outputs(region: Region, result: Result, positions: list[int]) -> tuple[Any, ...]:
+    """Aliases of the tensors at these positions, each with a header that no input has."""
     pointers = {operand.pointer for operand in region.operands if not operand.stop_gradient}
     outputs = []
-    for tensor in computed:
+    for position in positions:
+        tensor = result.leaves[position]
         output = tensor.detach()
         if not output._is_initialized() or output.data_ptr() in pointers:
             output = with_own_header(output)

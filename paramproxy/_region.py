@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import attrs
@@ -49,12 +48,13 @@ from paramproxy.exceptions import (
 )
 
 
-__all__ = ["Region"]
+__all__ = ["NO_CONTEXT", "Region"]
 
 
 Context = contextlib.AbstractContextManager[Any]
 
-_NO_CONTEXT: Context = contextlib.nullcontext()
+NO_CONTEXT: Context = contextlib.nullcontext()
+"""For where nobody looks on."""
 
 
 @attrs.define(eq=False)
@@ -80,6 +80,8 @@ class Region:
         objects: What it changed of the plain objects that it was called with.
         used: The parameters, by id, that it has taken out of captured layers; None
             where nobody looked.
+        own_parameters: The captured parameters whose gradients leave the region by
+            the caller's graph.
         kept_calls: What the calls of `keep` in it gave.
     """
 
@@ -97,6 +99,7 @@ class Region:
     hidden: list[tuple[int, Any]] = attrs.field(factory=list)
     objects: Objects = NO_OBJECTS
     used: set[int] | None = None
+    own_parameters: list[Any] = attrs.field(factory=list)
     kept_calls: list[Any] = attrs.field(factory=list)
 
     @property
@@ -166,10 +169,7 @@ class Region:
     @property
     def has_differentiable_operand(self) -> bool:
         """Whether a gradient can leave the region by one of the tensors that enter it."""
-        for operand in self.operands:  # quicker than a generator
-            if not operand.stop_gradient:
-                return True
-        return False
+        return not all(operand.stop_gradient for operand in self.operands)
 
     def keep(self, tensors: list[Any], placement: Placement) -> list[Any]:
         """What to save of the operands until the replay; nothing of a parameter."""
@@ -304,7 +304,9 @@ class Region:
         tensors = self._compared(kept)
         standins = [o.standin(tensor, handover) for o, tensor in zip(self.operands, tensors)]
         aside = Aside(self.own_parameters)
-        with self.restored(), aside.recording():
+        with self.restored() as stack:
+            if aside.parameters:
+                stack.enter_context(aside.recording())
             value = self.call_again(as_intermediates(self.operands, standins))
         handover.replaying = False
         result = Result.of(value)
@@ -312,21 +314,23 @@ class Region:
         self._refuse_outside_graph(result)
         return Replay(result, list(zip(self.operands, standins)), handover, aside)
 
-    def rerun(self, kept: list[Any], watching: Callable[[], Context], stopper: Context) -> None:
+    def rerun(self, kept: list[Any], stopper: Context, announced: Context | None) -> None:
         """Run the function again for what it saves, on the parameters themselves.
 
         Args:
             kept: What `keep` gave.
-            watching: Makes the context in which to call it.
-            stopper: The one that may end it.
+            stopper: The context that may end it.
+            announced: One in which the world is told of it.
 
         Raises:
             As `replay`, without what concerns outputs and the graph.
         """
         tensors = self._compared(kept)
-        with self.restored():
+        with self.restored() as stack:
+            if announced is not None:
+                stack.enter_context(announced)
             given = [o.again(t) for o, t in zip(self.operands, tensors)]
-            self.call_again(given, watching, stopper)
+            self.call_again(given, stopper)
 
     def restored(self) -> contextlib.ExitStack:
         """The world of the first run; that of now when what is returned closes."""
@@ -343,22 +347,17 @@ class Region:
                 if operand.parameter is not None:
                     put_flag_back(stack, operand.parameter, operand.stop_gradient)
             begin_recomputing(stack)
+            if self.meter is not None:
+                stack.enter_context(self.meter.replay())
         except BaseException:
             stack.close()
             raise
         return stack
 
-    def call_again(
-        self,
-        given: list[Any],
-        watching: Callable[[], Context] = contextlib.nullcontext,
-        stopper: Context = _NO_CONTEXT,
-    ) -> Any:
+    def call_again(self, given: list[Any], stopper: Context = NO_CONTEXT) -> Any:
         """What the function returns for these operands; None if `stopper` ended it."""
-        once = hooks_registered_once([*given, *self.captured.parameters])
-        timed = _NO_CONTEXT if self.meter is None else self.meter.replay()
         try:
-            with once, timed, watching(), stopper:
+            with hooks_registered_once(given + self.captured.parameters), stopper:
                 return self.call_now(given)
         except Exception as exc:
             raise ReplayError(self._replay_error(exc)) from exc
@@ -374,24 +373,24 @@ class Region:
         gradients = [o.no_gradient(tensor) for o, tensor in pairs if not o.stop_gradient]
         return gradients + [None] * len(self.own_parameters)
 
-    @property
-    def own_parameters(self) -> list[Any]:
-        """The captured parameters whose gradients leave the region by the caller's graph.
+    def find_own_parameters(self) -> list[Any]:
+        """After the first run: the captured parameters that it has used, where that was noted.
 
-        Those that the first run has used, where that was noted.
         The program of a `to_static` layer keeps to those that it was made with.
         """
-        if not self.weights or self.captured.has_static:
-            return []
-        parameters = [weight.parameter for weight in self.weights]
-        used, direct = self.used, self.captured.direct
-        return [p for p in parameters if used is None or id(p) in used or id(p) in direct]
+        if self.weights and not self.captured.has_static:
+            parameters = [weight.parameter for weight in self.weights]
+            used, direct = self.used, self.captured.direct
+            self.own_parameters = [
+                p for p in parameters if used is None or id(p) in used or id(p) in direct
+            ]
+        return self.own_parameters
 
     def _watched(self, *, note_uses: bool) -> Context:
         """A block for the first run, in which everyone looks on who has to."""
         is_noted = note_uses and self.captured.layers
         if not (is_noted or self.buffers.is_watched or self.meter is not None):
-            return _NO_CONTEXT
+            return NO_CONTEXT
         with contextlib.ExitStack() as stack:
             if self.buffers.is_watched:
                 stack.enter_context(self.buffers.watched(self.captured))

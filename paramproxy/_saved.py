@@ -24,7 +24,7 @@ from paramproxy._compat import (
     with_own_storage,
 )
 from paramproxy._placement import can_be_offloaded, to_host
-from paramproxy._tree import alias, copy_attributes, dtype_name
+from paramproxy._tree import alias, copy_attributes, dtype_name, dtype_of
 from paramproxy.exceptions import MutationError, UnsupportedError
 
 
@@ -68,10 +68,10 @@ class Metadata:
     def of(cls, tensor: Any) -> Metadata:
         # What Paddle 2.6's einsum saves of no elements has no strides to ask for.
         if not tensor.is_dense() or 0 in tensor.shape:
-            return cls(tuple(tensor.shape), tensor.dtype, None)
+            return cls(tuple(tensor.shape), dtype_of(tensor), None)
         return cls(
             tuple(tensor.shape),
-            tensor.dtype,
+            dtype_of(tensor),
             (tensor.strides, tensor.offset),
             tensor.data_ptr(),
             tensor._inplace_version(),

@@ -25,6 +25,7 @@ __all__ = [
     "copy_attributes",
     "detach",
     "dtype_name",
+    "dtype_of",
     "flatten",
     "grads",
     "hidden_tensors",
@@ -156,17 +157,26 @@ def dtype_name(dtype: Any) -> str:
     return str(dtype).rpartition(".")[2]
 
 
-# What Paddle has said of a dtype, which it takes its time for.
-_differentiable: dict[Any, bool] = {}
+# One object for each dtype, and whether a tensor of it can have a gradient, by the
+# dtype's number. Paddle makes a new object each time that it is asked, and takes its
+# time to compare two.
+_dtypes: dict[int, Any] = {}
+_differentiable: dict[int, bool] = {}
+
+
+def dtype_of(tensor: Any) -> Any:
+    """A tensor's dtype: of two tensors that have the same one, the same object."""
+    dtype = tensor.dtype
+    return _dtypes.setdefault(int(dtype), dtype)
 
 
 def is_differentiable(tensor: Any) -> bool:
     """Whether a tensor of this dtype can have a gradient at all."""
-    dtype = tensor.dtype
-    known = _differentiable.get(dtype)
+    number = int(tensor.dtype)
+    known = _differentiable.get(number)
     if known is None:
         known = bool(paddle.is_floating_point(tensor) or paddle.is_complex(tensor))
-        _differentiable[dtype] = known
+        _differentiable[number] = known
     return known
 
 
