@@ -44,13 +44,13 @@ class Aside:
                     leaf.stop_gradient = parameter.stop_gradient
                     if threading.active_count() > 1 and not leaf.stop_gradient:
                         _refuse_other_threads(leaf, parameter.name)
-                    parameter.reconstruct_from_(leaf)
+                    _move(parameter, leaf)
                     self.leaves.append(leaf)
                 yield
             finally:
                 for parameter, place in zip(self.parameters, own):
                     place._set_impl(parameter)  # which the function may have given another
-                    parameter.reconstruct_from_(place)
+                    _move(parameter, place)
 
     @staticmethod
     def waited_for(tensors: list[Any]) -> contextlib.AbstractContextManager[None]:
@@ -85,6 +85,11 @@ def _in_place_of(parameter: Any) -> Any:
     place = Tensor.__new__(Tensor)
     place.reconstruct_from_(parameter)
     return place
+
+
+def _move(parameter: Any, place: Any) -> None:
+    """Put the object where `place` stands. A leaf's own parameter stays where it is."""
+    Tensor.reconstruct_from_(parameter, place)
 
 
 @attrs.define(eq=False)

@@ -22,7 +22,7 @@ from paramproxy._parameter import nbytes
 from paramproxy._tree import alias
 
 
-__all__ = ["NO_BUFFERS", "Buffers"]
+__all__ = ["NO_BUFFERS", "Buffers", "Moment", "Writes"]
 
 # They write without a word to the version counter.
 _SILENT_WRITES = ("set_value", "copy_")
@@ -78,19 +78,23 @@ class Bindings:
         What is new stays, but for buffers: a layer that makes them when it first
         runs makes them again, and what tells it to, a flag or a length, is as it was.
         """
-        layer, now = self.layer, Bindings.of(self.layer)
-        before = self._attributes_before(now)
-        _rebind(layer._buffers, self.buffers)
-        _rebind(layer._parameters, {**now.parameters, **self.parameters})
-        _set(vars(layer), before)
+        now = Bindings.of(self.layer)
+        names = self.changed_attributes(now)
+        parameters = {**now.parameters, **self.parameters}
+        self.rebind(names, parameters)
         try:
             yield
         finally:
-            _rebind(layer._buffers, now.buffers)
-            _rebind(layer._parameters, now.parameters)
-            _set(vars(layer), {name: now.attributes.get(name, _NOTHING) for name in before})
+            now.rebind(names, now.parameters)
 
-    def _attributes_before(self, now: Bindings) -> dict[str, Any]:
+    def rebind(self, names: set[str], parameters: dict[str, Any]) -> None:
+        """Give the layer its buffers, these parameters, and its attributes of these names."""
+        layer = self.layer
+        _rebind(layer._buffers, self.buffers)
+        _rebind(layer._parameters, parameters)
+        _set(vars(layer), {name: self.attributes.get(name, _NOTHING) for name in names})
+
+    def changed_attributes(self, now: Bindings) -> set[str]:
         """The attributes to put back: those that became buffers; all if other buffers are there."""
         names: set[str] = {name for name in self.attributes if name not in now.attributes}
         if not _same(now.buffers, self.buffers):
@@ -99,7 +103,7 @@ class Bindings:
                 for name in (self.attributes.keys() | now.attributes.keys()) - _LAYERS_OWN
                 if self.attributes.get(name, _NOTHING) is not now.attributes.get(name, _NOTHING)
             }
-        return {name: self.attributes.get(name, _NOTHING) for name in names}
+        return names
 
 
 _NOTHING = object()
@@ -132,6 +136,7 @@ class Buffers:
         bindings: What each layer had when the first run began.
         versions: Each tensor with its in-place version counter.
         snapshots: What the first run found in a tensor, by the tensor's id.
+        noted: Those that the first run has written in silence so far.
         changed: The tensors that the first run wrote into.
         rebound: The layers that it gave other tensors.
         exchanged: The names under which it gave one another parameter.
@@ -140,6 +145,7 @@ class Buffers:
     bindings: list[Bindings]
     versions: list[tuple[Any, int]]
     snapshots: dict[int, Any] = attrs.field(factory=dict)
+    noted: list[Any] = attrs.field(factory=list)
     changed: list[Any] = attrs.field(factory=list)
     rebound: list[Bindings] = attrs.field(factory=list)
     exchanged: list[str] = attrs.field(factory=list)
@@ -171,35 +177,61 @@ class Buffers:
     @contextlib.contextmanager
     def watched(self, captured: Captured) -> Iterator[None]:
         """The first run."""
-        written: list[Any] = []
         with contextlib.ExitStack() as stack:
             for layer in self.bindings:
                 for buffer in layer.buffers.values():
                     if buffer is not None:
-                        stack.enter_context(_silent_writes_noted(buffer, written))
+                        stack.enter_context(_silent_writes_noted(buffer, self.noted))
             try:
                 yield
             finally:  # also where the replay of a region around ends this first run
-                self._note(captured, written)
+                self._note(captured)
 
-    def _note(self, captured: Captured, written: list[Any]) -> None:
+    def _note(self, captured: Captured) -> None:
+        written = list(self.noted)
         if self.bindings:
             written += [t for layer, mode in captured.layers if mode for t in _statistics(layer)]
         written += [t for t, version in self.versions if t._inplace_version() != version]
         if not TENSORS_HAVE_ATTRIBUTES:
-            written += [t for t, _ in self.versions if self._differs(t)]
+            written += [t for t, _ in self.versions if _differs(t, self.snapshots)]
         self.changed = list({id(t): t for t in written}.values())
         self.snapshots = {
             id(t): self.snapshots[id(t)] for t in self.changed if id(t) in self.snapshots
         }
-        self.versions = []
+        self.versions, self.noted = [], []
         self.rebound = [layer for layer in self.bindings if not layer.are_as_before()]
         self.exchanged = [name for layer in self.rebound for name in layer.exchanged()]
 
-    def _differs(self, tensor: Any) -> bool:
-        """Whether a tensor whose writes cannot be noted was written in silence."""
-        snapshot = self.snapshots.get(id(tensor))
-        return snapshot is not None and not bool(paddle.equal_all(tensor, snapshot))
+    def moment(self) -> Moment:
+        """How they are in the middle of the first run."""
+        copies = {}
+        if not TENSORS_HAVE_ATTRIBUTES:
+            copies = {id(t): t.clone() for t, _ in self.versions if id(t) in self.snapshots}
+        return Moment(
+            [t._inplace_version() for t, _ in self.versions],
+            len(self.noted),
+            [Bindings.of(bindings.layer) for bindings in self.bindings],
+            copies,
+        )
+
+    def writes_since(self, before: Moment) -> Writes:
+        """What was written since that moment of the first run."""
+        written = self.noted[before.noted :]
+        for (tensor, _), version in zip(self.versions, before.versions):
+            if tensor._inplace_version() != version or _differs(tensor, before.copies):
+                written.append(tensor)
+        for bindings in self.bindings:
+            if bindings.layer.training:
+                written += _statistics(bindings.layer)
+        found = {id(tensor): tensor for tensor in written}
+        return Writes(
+            [(tensor, tensor.clone()) for tensor in found.values()],
+            [
+                (bindings, Bindings.of(bindings.layer))
+                for bindings in before.bindings
+                if not bindings.are_as_before()
+            ],
+        )
 
     def put_back(self, stack: contextlib.ExitStack) -> None:
         """For the replay what the first run found; when the stack closes, what is there now."""
@@ -216,6 +248,53 @@ class Buffers:
 
 NO_BUFFERS = Buffers([], [])
 """Of a function that reads none, and for `preserve_buffers=False`."""
+
+
+@attrs.frozen(eq=False)
+class Moment:
+    """How buffers are in the middle of a first run.
+
+    Attributes:
+        versions: The in-place version counter of each tensor.
+        noted: How many were written in silence so far.
+        bindings: What each layer has.
+        copies: Of tensors whose writes can't be noted, by id.
+    """
+
+    versions: list[int]
+    noted: int
+    bindings: list[Bindings]
+    copies: dict[int, Any]
+
+
+@attrs.frozen(eq=False)
+class Writes:
+    """What a part of a first run has written, for a replay that skips it.
+
+    Attributes:
+        tensors: Each tensor with what was in it afterwards.
+        bindings: What each layer that was given other tensors had before and
+            has afterwards.
+    """
+
+    tensors: list[tuple[Any, Any]]
+    bindings: list[tuple[Bindings, Bindings]]
+
+    def again(self) -> None:
+        """Write it, where the first run had written it."""
+        for tensor, value in self.tensors:
+            version = tensor._inplace_version()
+            tensor._set_impl(value.clone())
+            for _ in range(version + 1):  # a write, for whoever is watching
+                tensor._bump_inplace_version()
+        for before, after in self.bindings:
+            after.rebind(before.changed_attributes(after), after.layer._parameters)
+
+
+def _differs(tensor: Any, copies: dict[int, Any]) -> bool:
+    """Whether a tensor whose writes cannot be noted was written in silence."""
+    copy = copies.get(id(tensor))
+    return copy is not None and not bool(paddle.equal_all(tensor, copy))
 
 
 def _may_be_written(tensor: Any, version: int) -> bool:

@@ -159,6 +159,9 @@ class Captured:
                 continue
             if isinstance(value, StaticFunction):
                 self.has_static = True
+            elif type(value) in _CALLABLES:
+                if names is None or name in names:
+                    self.add(value, f"attribute {name!r}")
             else:
                 self._add_fixed(value, f"attribute {name!r}", is_read=bool(names and name in names))
         for name, sublayer in layer._sub_layers.items():

@@ -371,15 +371,15 @@ class FirstRun(Frame):
     def keep(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         region = self.recording.region
         assert region is not None  # its first run is going on
-        skipped = Skipped.before(region.ambient.random, region.objects)
-        if self.below is not None and not self.below.runs_once:
-            value = self.below.keep(function, args, kwargs)
-        else:
-            with pushed(Once(self)):
-                value = function(*args, **kwargs)
-        skipped.after()
+        value, skipped = Skipped.by(region, lambda: self._kept(function, args, kwargs))
         self.recording.calls.append(KeptCall.of(value, skipped))
         return value
+
+    def _kept(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.below is not None and not self.below.runs_once:
+            return self.below.keep(function, args, kwargs)
+        with pushed(Once(self)):
+            return function(*args, **kwargs)
 
 
 @attrs.define(eq=False)

@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 import attrs
 
 from paramproxy._ambient import RandomState
+from paramproxy._buffers import Writes
 from paramproxy._compat import EagerParamBase, Tensor
 from paramproxy._dispatch import region_frame
-from paramproxy._objects import Objects, fill
+from paramproxy._objects import fill
+from paramproxy._region import Region
 from paramproxy._saved import refuse_change
 from paramproxy._tree import alias, flatten, unflatten
 
@@ -75,30 +77,34 @@ class Skipped:
 
     Attributes:
         random: The random streams, or None.
-        objects: The objects that the region was called with.
-        written: Those that are written by the end of the call.
+        objects: The objects that the region was called with, which are written by
+            the end of the call.
+        buffers: What it writes of the buffers that the region reads.
     """
 
     random: RandomState | None
-    objects: Objects
-    written: list[Any] = attrs.field(factory=list)
+    objects: list[Any]
+    buffers: Writes
 
     @classmethod
-    def before(cls, random: RandomState | None, objects: Objects) -> Skipped:
-        """To be made before the call."""
-        return cls(None if random is None else random.capture_again(), objects)
-
-    def after(self) -> None:
-        """To be called after it."""
-        if self.random is not None:
-            self.random = self.random.moved_on()
-        self.written = self.objects.written()
+    def by(cls, region: Region, call: Callable[[], R]) -> tuple[R, Skipped]:
+        """What a call in the first run of this region gives, and what else it does."""
+        random, buffers = region.ambient.random, region.buffers
+        random = None if random is None else random.capture_again()
+        moment = buffers.moment()
+        value = call()
+        return value, cls(
+            None if random is None else random.moved_on(),
+            region.objects.written(),
+            buffers.writes_since(moment),
+        )
 
     def again(self) -> None:
         """In a replay: as after the call."""
         if self.random is not None:
             self.random.restore()
-        fill(self.written)
+        fill(self.objects)
+        self.buffers.again()
 
 
 @attrs.frozen(eq=False)

@@ -69,15 +69,13 @@ class KeptGraph:
             if operand.parameter is None and id(tensor) not in constants:
                 operand.stop_gradient = not is_differentiable(tensor)
                 operand.is_leaf = operand.stop_gradient
-        skipped = Skipped.before(around.ambient.random, around.objects)
         handover = Handover()
         standins = [o.standin(alias(t), handover) for o, t in zip(region.operands, tensors)]
         hook = None if around.meter is None else unpack
         aside = Aside(region.find_own_parameters())
         with grad_mode(True), pushed(_Inside(meter=around.meter), hook), aside.recording():
             given = as_intermediates(region.operands, standins)
-            value = region.call_now(given)
-        skipped.after()
+            value, skipped = Skipped.by(around, lambda: region.call_now(given))
         region.call.release()
         shapes: list[tuple[Any, Any] | None] = []
         for operand, standin in zip(region.operands, standins):

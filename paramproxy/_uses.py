@@ -47,17 +47,24 @@ class _Noted(BaseObjectProxy):  # type: ignore[type-arg]
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self.__wrapped__ else default
 
-    def values(self) -> Any:
-        return self._all().values()
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.__wrapped__)
 
-    def items(self) -> Any:
-        return self._all().items()
+    def keys(self) -> Any:
+        return self.__wrapped__.keys()
 
-    def copy(self) -> Any:
-        return self._all().copy()
+    def __getattr__(self, name: str) -> Any:
+        """Every other method may give any of them: `values`, `items`, `pop`, `setdefault`."""
+        return getattr(self._all(), name)
 
-    def pop(self, name: str, *default: Any) -> Any:
-        return self._all().pop(name, *default)
+    def __or__(self, other: Any) -> Any:
+        return self._all() | other
+
+    def __ror__(self, other: Any) -> Any:
+        return other | self._all()
+
+    def __reversed__(self) -> Any:
+        return reversed(self.__wrapped__)
 
     def _all(self) -> Any:
         self._self_used.update(map(id, self.__wrapped__.values()))

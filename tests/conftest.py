@@ -5,8 +5,24 @@ import random
 import numpy as np
 import paddle
 import pytest
+from hypothesis import HealthCheck, settings
 
 from paramproxy import patching
+
+
+# A few examples, always the same, in the suite; `make fuzz` draws others each time.
+settings.register_profile(
+    "suite",
+    max_examples=60,
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+)
+settings.register_profile(
+    "fuzz", settings.get_profile("suite"), derandomize=False, max_examples=3000
+)
+settings.load_profile("suite")
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import os
@@ -17,6 +18,7 @@ from paddle.base import core
 from paddle.base.framework import EagerParamBase
 
 from paramproxy import recompute
+from paramproxy._compat import amp_module, tracer
 from paramproxy._options import Options
 
 
@@ -115,6 +117,23 @@ class Reverse(paddle.autograd.PyLayer):
     @staticmethod
     def backward(ctx, dy):
         return -dy
+
+
+@contextlib.contextmanager
+def amp(level, dtype, lists=None):
+    """What auto_cast sets on an accelerator. On CPU it sets the level back to O0."""
+    now = tracer()
+    old = now._amp_level, now._amp_dtype, now._get_amp_op_list(), amp_module._g_amp_state_
+    now._amp_level, now._amp_dtype = level, dtype
+    if lists is not None:
+        now._set_amp_op_list(*lists)
+    amp_module._g_amp_state_ = {"level": str(level)}
+    try:
+        yield
+    finally:
+        now._amp_level, now._amp_dtype = old[:2]
+        now._set_amp_op_list(*old[2])
+        amp_module._g_amp_state_ = old[3]
 
 
 def allocated():

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import random
 
 import numpy as np
 import paddle
 import pytest
 from paddle.base import core
-from support import MODES, Counted, param, plain, same, tensor, values
+from support import MODES, Counted, amp, param, plain, same, tensor, values
 
 import paramproxy
 from paramproxy import _ambient, recompute
@@ -170,23 +169,6 @@ def test_what_is_registered_with_paddles_custom_state_manager(custom_state):
 def amp_fields():
     now = tracer()
     return str(now._amp_level), now._amp_dtype, now._use_promote, amp_module._g_amp_state_
-
-
-@contextlib.contextmanager
-def amp(level, dtype, lists=None):
-    """What auto_cast sets on an accelerator. On CPU it sets the level back to O0."""
-    now = tracer()
-    old = now._amp_level, now._amp_dtype, now._get_amp_op_list(), amp_module._g_amp_state_
-    now._amp_level, now._amp_dtype = level, dtype
-    if lists is not None:
-        now._set_amp_op_list(*lists)
-    amp_module._g_amp_state_ = {"level": str(level)}
-    try:
-        yield
-    finally:
-        now._amp_level, now._amp_dtype = old[:2]
-        now._set_amp_op_list(*old[2])
-        amp_module._g_amp_state_ = old[3]
 
 
 @pytest.mark.parametrize("level", ["OD", "O1", "O2"])

@@ -287,6 +287,70 @@ def test_a_layer_is_as_it_was_after_its_uses_were_noted():
     check()
 
 
+WAYS_TO_READ = {
+    "by name": lambda layer: [layer.first, layer.second],
+    "getattr of each name": lambda layer: [getattr(layer, name) for name in layer._parameters],
+    "keys": lambda layer: [layer._parameters[name] for name in layer._parameters.keys()],  # noqa: SIM118
+    "reversed": lambda layer: [layer._parameters[n] for n in reversed(layer._parameters)][::-1],
+    "sorted": lambda layer: [layer._parameters.get(name) for name in sorted(layer._parameters)],
+    "values": lambda layer: list(layer._parameters.values()),
+    "items": lambda layer: [weight for _, weight in layer._parameters.items()],
+    "copy": lambda layer: list(layer._parameters.copy().values()),
+    "dict": lambda layer: list(dict(layer._parameters).values()),
+    "two stars": lambda layer: list({**layer._parameters}.values()),
+    "union": lambda layer: list((layer._parameters | {}).values()),
+    "union of another": lambda layer: list(({} | layer._parameters).values()),
+    "setdefault": lambda layer: [
+        layer._parameters.setdefault(n, None) for n in ("first", "second")
+    ],
+    "popitem": lambda layer: [layer._parameters.popitem()[1] for _ in range(2)][::-1],
+    "parameters": lambda layer: layer.parameters(),
+    "state_dict": lambda layer: list(layer.state_dict(keep_vars=True).values()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS_TO_READ)
+def test_every_way_to_take_parameters_out_of_a_layer_is_noted(way):
+    """A gradient that is not noted would come in the middle of backward, hooks out of place."""
+
+    def scenario(run):
+        layer = paddle.nn.Layer()
+        layer.add_parameter("first", param([2.0]))
+        layer.add_parameter("second", param([3.0]))
+        weights = layer.parameters()
+        told = [heard(weight) for weight in weights]
+        before = dict(layer._parameters)
+
+        def region(x):
+            first, second = WAYS_TO_READ[way](layer)
+            layer._parameters.update(before)
+            return x * first * second
+
+        x = tensor([3.0])
+        (run(region, x * 1.0) + run(region, x * 2.0)).sum().backward()
+        return values(x.grad), [values(w.grad) for w in weights], told
+
+    same(scenario)
+
+
+def test_a_layer_that_is_made_in_the_region_of_weights_that_were_passed():
+    """They are leaves there, whose own parameters must stay in their place in the graph."""
+
+    def scenario(run):
+        w, x = param([[1.0, 2.0], [3.0, 4.0]]), tensor([[1.0, 1.0]])
+
+        def block(q, weight):
+            layer = paddle.nn.Layer()
+            layer.add_parameter("weight", weight)
+            return run(lambda q: paddle.tanh(q) @ layer.weight, q) * run(lambda q: q * 2.0, q)
+
+        for _ in range(2):
+            (run(block, x * 1.0, w) + paddle.matmul(x, w)).sum().backward()
+        return values(w.grad), values(x.grad)
+
+    same(scenario)
+
+
 def test_what_is_done_to_a_layer_while_its_uses_are_noted_is_done_to_it():
     def scenario(run):
         model = Model()

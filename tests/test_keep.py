@@ -206,6 +206,67 @@ def test_what_is_drawn_after_a_random_call_in_nested_regions(modes):
     same(scenario, runs=(nested,))
 
 
+class Written(paddle.nn.Layer):
+    """Its buffer, or what is kept under a name, is another after each call."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.register_buffer("state", paddle.ones([2]))
+        self.norm = paddle.nn.BatchNorm1D(2, data_format="NLC")
+        self.table = None
+
+    def forward(self, x):
+        with paddle.no_grad():
+            if self.how == "in place":
+                self.state.add_(x.mean(axis=0))
+            elif self.how == "set_value":
+                self.state.set_value(self.state + x.mean(axis=0))
+            elif self.how == "exchanged":
+                self.state = self.state + x.mean(axis=0)
+            elif self.how == "made at the first call" and self.table is None:
+                self.table = x.mean(axis=0)
+        return self.norm(x) if self.how == "batch norm" else x * 2.0
+
+    def read(self, x):
+        if self.how == "batch norm":
+            return x * self.norm._mean.clone() * self.norm._variance.clone()
+        return x * (self.state if self.table is None else self.table).clone()
+
+
+WAYS_TO_WRITE = ["in place", "set_value", "exchanged", "made at the first call", "batch norm"]
+
+
+@pytest.mark.filterwarnings("ignore:When training, we now always track")
+@pytest.mark.parametrize("how", WAYS_TO_WRITE)
+@pytest.mark.parametrize("modes", [[run.values[0]] for run in MODES] + [[recompute, hooked]])
+def test_what_is_read_of_a_buffer_after_a_kept_call_is_the_same_in_both_runs(modes, how):
+    """A replay skips the call, and what it has written all the same."""
+
+    def scenario(run):
+        runs = modes if run is keep else [plain]
+        layer = Written(how)
+        x = tensor([[0.5, 1.0], [2.0, 3.0]])
+
+        def inner(q):
+            # What a batch norm writes bumps no version, so the replay reads it here as
+            # the first run has left it.
+            first = q if how == "batch norm" else layer.read(q)
+            kept = run(layer, q * 3.0)
+            after = layer.read(paddle.tanh(kept))
+            return first + after + layer(q) * layer.read(paddle.tanh(q))
+
+        def outer(q):
+            return runs[-1](inner, paddle.exp(q)) * 2.0
+
+        for _ in range(2):
+            runs[0](outer, x * 1.0).sum().backward()
+        return values(x.grad), [values(buffer) for buffer in layer.buffers()]
+
+    expected = scenario(plain)
+    assert scenario(keep) == expected
+
+
 @pytest.mark.parametrize("run", MODES)
 def test_it_is_no_replay_and_a_keep_in_it_is_a_plain_call(run):
     inner, seen = Counted(paddle.exp), []
