@@ -254,6 +254,10 @@ class grad_mode:  # noqa: N801
         tracer()._has_grad = self.before
 
 
+class _Telling(Exception):
+    """An error that restores the grad mode when it is asked for its text."""
+
+
 @attrs.define(eq=False)
 class GradMode:
     """The grad mode of a backward, for the case that a hook raises in it."""
@@ -270,6 +274,8 @@ class GradMode:
         Paddle leaves grad mode off where an unpack hook raises. The last that it
         does before its own exception is thrown is to ask this one for its text.
         """
+        if isinstance(error, _Telling):
+            return error
         mode, text = self, str(error)
 
         def __str__(self: BaseException) -> str:  # noqa: N807
@@ -279,7 +285,7 @@ class GradMode:
         # The caller sees a name and a text: Paddle makes an `OSError` of it.
         kind = type(error)
         members = {"__str__": __str__, "__module__": kind.__module__}
-        telling: BaseException = type(kind.__name__, (Exception,), members)()
+        telling: BaseException = type(kind.__name__, (_Telling,), members)()
         return telling
 
 

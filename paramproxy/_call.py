@@ -8,9 +8,8 @@ from typing import Any
 import attrs
 
 from paramproxy._compat import EagerParamBase, Tensor
-from paramproxy._leaf import is_retired
 from paramproxy._tree import dtype_name, dtype_of, flatten, unflatten
-from paramproxy._view import ParamView, unwrap
+from paramproxy._view import in_graph
 
 
 __all__ = ["Call", "Metadata", "Result", "described"]
@@ -53,8 +52,9 @@ class Call:
             if kind in _CONSTANTS:
                 continue
             if kind is not Tensor and kind is not EagerParamBase:
-                if issubclass(kind, ParamView) or is_retired(leaf):
-                    leaf = leaves[position] = unwrap(leaf)
+                tensor = in_graph(leaf)
+                if tensor is not leaf:
+                    leaf = leaves[position] = tensor
                     replaced = True
                 elif not isinstance(leaf, Tensor):
                     others.append(position)

@@ -21,7 +21,7 @@ from paramproxy._code import attribute_names, global_names
 from paramproxy._compat import EagerParamBase, StaticFunction, Tensor
 from paramproxy._parameter import lacks_storage
 from paramproxy._tree import attributes
-from paramproxy._view import unwrap
+from paramproxy._view import in_graph, unwrap
 
 
 __all__ = ["EMPTY", "Captured", "Fixed", "cell_content", "function_name", "put_flag_back"]
@@ -100,8 +100,8 @@ class Captured:
         handler = _HANDLERS.get(kind)
         if handler is not None:
             handler(self, value, where)
-        elif isinstance(unwrap(value), Tensor):
-            self._add_tensor(unwrap(value), where)
+        elif isinstance(tensor := in_graph(value), Tensor):
+            self._add_tensor(tensor, where)
         elif issubclass(kind, paddle.nn.Layer):
             self._add_layer(value)
         elif issubclass(kind, StaticFunction):
@@ -125,7 +125,7 @@ class Captured:
         """Note the tensor, or the few tensors, behind a global name or an attribute."""
         inside = _few_items(value)
         for key, item in inside if inside is not None else ((None, value),):
-            tensor = unwrap(item)
+            tensor = in_graph(item)
             if not isinstance(tensor, Tensor):
                 continue
             if isinstance(tensor, EagerParamBase):

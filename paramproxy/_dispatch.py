@@ -128,7 +128,11 @@ class _Dispatcher:
             if not self.is_shared or self.registered is None:
                 if self.registered is not None or self.native is not None:
                     reset_saved_tensors_hooks()
-                self._register(hook)
+                try:
+                    self._register(hook)
+                except BaseException:
+                    self._put_back(before)
+                    raise
             self.users += 1
             return before
 
@@ -140,11 +144,15 @@ class _Dispatcher:
                 return
             self.is_shared = False
             reset_saved_tensors_hooks()
-            self.registered = None
-            if self.users:
-                self._register(before)
-            elif self.native is not None:
-                _register(self.native.pack_hook, self.native.unpack_hook)
+            self._put_back(before)
+
+    def _put_back(self, before: Callable[[Any], Any]) -> None:
+        """Register what was registered before, now that nothing is."""
+        self.registered = None
+        if self.users:
+            self._register(before)
+        elif self.native is not None:
+            _register(self.native.pack_hook, self.native.unpack_hook)
 
     def see_other_thread(self) -> None:
         """A thread without a frame saves a tensor. Unless it is the last one, that goes on."""
@@ -231,12 +239,18 @@ class pushed:  # noqa: N801
         self.hook = hook
 
     def __enter__(self) -> None:
-        self.before = None if self.hook is None else _dispatcher.enter(self.hook)
+        self.before = None
         frames = _local.frames
         if frames:
             self.frame.under = frames[-1]
             self.frame.below = region_frame()
         frames.append(self.frame)
+        if self.hook is not None:
+            try:
+                self.before = _dispatcher.enter(self.hook)
+            except BaseException:
+                frames.remove(self.frame)
+                raise
 
     def __exit__(self, *error: object) -> None:
         _local.frames.remove(self.frame)
@@ -336,13 +350,13 @@ def _enter_hooks(wrapped: Any, instance: Any, args: Any, kwargs: Any) -> None:
         _local.entered.append(None)
         return
     frame = CallerHooks(pack_hook, unpack_hook, None)
+    frame.below = region_frame()
     with _dispatcher.lock:
         if _dispatcher.registered is None:
             wrapped(*args, **kwargs)
             _dispatcher.native = frame
         else:
             frame.before = _dispatcher.enter(_dispatcher.registered)
-    frame.below = region_frame()
     _local.frames.append(frame)
     _local.entered.append(frame)
 

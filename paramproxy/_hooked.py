@@ -148,9 +148,12 @@ class Ticket:
         return recording.tensor(self)
 
     def __del__(self) -> None:
-        recording = self.recording()
+        recording = getattr(self, "recording", _nobody)()  # an interrupt may have ended __init__
         if recording is not None:
             recording.settle(self)
+
+
+def _nobody() -> None: ...
 
 
 @attrs.define(eq=False)
@@ -276,7 +279,10 @@ class Recording:
 
     def unpack(self, packed: Any) -> Any:
         """The unpack hook. That it is a method is what keeps the recording alive."""
-        return packed.unpack()
+        try:
+            return packed.unpack()
+        except BaseException as exc:
+            raise self.mode.restored_by(exc) from exc
 
     def tensor(self, ticket: Ticket) -> Any:
         """The tensor that a ticket stands for.

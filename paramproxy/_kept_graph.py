@@ -26,6 +26,7 @@ from paramproxy._region import Region
 from paramproxy._replay import Replay
 from paramproxy._report import Meter
 from paramproxy._tree import alias, is_differentiable, unflatten
+from paramproxy._view import unwrap
 from paramproxy.exceptions import ReplayMismatchError
 
 
@@ -131,7 +132,9 @@ class KeptGraph:
             if not operand.stop_gradient:
                 operand.is_leaf = tensor.is_leaf
                 inputs.append(tensor)
-        inputs += self.replay.aside.parameters
+        # Those that the region was called with are leaves now.
+        standins = {id(unwrap(w.parameter)): w.parameter for w in reversed(again.weights)}
+        inputs += [standins.get(id(p), p) for p in self.replay.aside.parameters]
         positions = self.differentiable
         if not positions:
             return self.value()

@@ -29,7 +29,7 @@ from paramproxy._parameter import (
 from paramproxy.exceptions import InPlaceOperatorError, NotAParameterError
 
 
-__all__ = ["ParamView", "unwrap"]
+__all__ = ["ParamView", "in_graph", "unwrap"]
 
 
 class ParamView(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
@@ -249,3 +249,11 @@ def unwrap(x: Any) -> Any:
     if issubclass(kind, ParamView):
         return x.__wrapped__
     return x
+
+
+def in_graph(x: Any) -> Any:
+    """What stands in the graph for `x`: a live leaf for itself, or the parameter of a view.
+
+    A leaf whose gradient was handed over has no place of its own any more.
+    """
+    return unwrap(x) if issubclass(type(x), ParamView) or is_retired(x) else x

@@ -206,6 +206,23 @@ def test_what_is_drawn_after_a_random_call_in_nested_regions(modes):
     same(scenario, runs=(nested,))
 
 
+@pytest.mark.parametrize("run", MODES)
+def test_a_weight_that_was_passed_and_that_it_captures_is_told_of_its_gradient_once(run):
+    def scenario(run):
+        w, x = param([2.0, 3.0]), tensor([0.5, 1.0])
+        told = []
+        w.register_hook(lambda g: told.append(values(g)))
+
+        def region(q, weights):
+            return run_kept(lambda q: paddle.tanh(q * weights[0]), q * 2.0) + q
+
+        run_kept = plain if run is plain else keep
+        (run(region, x * 1.0, (w,)) + x * w).sum().backward()
+        return told, values(w.grad), values(x.grad)
+
+    same(scenario, runs=[run])
+
+
 class Written(paddle.nn.Layer):
     """Its buffer, or what is kept under a name, is another after each call."""
 
