@@ -6,20 +6,27 @@ PADDLES := 2.6.2 3.0.0 3.1.1 3.2.2 3.3.1
 # Paddle 2.6 was built against numpy 1.
 NUMPY_2.6.2 := numpy<2
 
+# Programs of public reports, if they are there: see tests/versions.py.
+CASES ?= $(wildcard ../shared/cases)
+
 # Model libraries that call recompute, each with the Paddle that it was made for.
 CLIENTS := paddleformers paddlenlp
 NEEDS_paddleformers := 'paddleformers==1.2.0' 'paddlepaddle==3.3.1'
 NEEDS_paddlenlp := 'paddlenlp==2.8.1' 'paddlepaddle==3.0.0' 'huggingface_hub<0.26' \
   'datasets<3' 'aistudio_sdk<0.3' 'pyarrow<19'
 
-.PHONY: help demo example test lint types dist docs docs-serve bench bench-docs check test-versions test-clients \
+.PHONY: help demo example test fuzz mutants audit lint types dist docs docs-serve bench bench-docs check test-versions test-clients \
   test-distributed clean
 
 help:
 	@echo "demo           install paramproxy with CPU Paddle, run the doctor"
 	@echo "example        an unmodified LLaMA: without recompute, with Paddle's, with paramproxy's"
 	@echo "test           install the test extras, run the whole suite"
-	@echo "test-versions  the suite on Paddle $(PADDLES), a venv for each"
+	@echo "fuzz           thousands of random programs, others each time: PROGRAMS=3000"
+	@echo "mutants        the suite on mutants of the package, on which it has to fail"
+	@echo "audit          what is known against the dependencies (needs the internet)"
+	@echo "test-versions  suite and random programs on Paddle $(PADDLES),"
+	@echo "               a venv for each, and the table of the docs"
 	@echo "test-clients   PaddleFormers, PaddleNLP and ERNIE train under paramproxy.patch()"
 	@echo "test-distributed  two processes: data, tensor, sharding and pipeline parallelism"
 	@echo "lint types     ruff; mypy, strict"
@@ -38,6 +45,15 @@ example: .venvs/paddleformers/client.stamp
 
 test: $(VENV)/test.stamp
 	$(VENV)/bin/python -m pytest
+
+fuzz: $(VENV)/test.stamp
+	$(VENV)/bin/python -X faulthandler -m pytest -q tests/test_programs.py --hypothesis-profile=fuzz
+
+mutants: $(VENV)/test.stamp
+	$(VENV)/bin/python tests/mutants.py
+
+audit: $(VENV)/audit.stamp
+	$(VENV)/bin/python -m pip_audit --skip-editable
 
 lint: $(VENV)/lint.stamp
 	$(VENV)/bin/ruff check .
@@ -74,9 +90,10 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 test-versions: $(PADDLES:%=test-paddle-%)
+	$(PYTHON) tests/versions.py table
 
 test-paddle-%: .venvs/%/test.stamp
-	.venvs/$*/bin/python -m pytest -q
+	.venvs/$*/bin/python tests/versions.py run $(CASES:%=--cases %)
 
 .venvs/%/test.stamp: pyproject.toml
 	$(PYTHON) -m venv .venvs/$*

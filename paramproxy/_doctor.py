@@ -194,7 +194,7 @@ def _outcomes(engine: str) -> Iterator[Outcome]:
         code = WORKER.format(engine=engine, start=done)
         command = [sys.executable, "-W", "ignore", "-c", code]
         try:
-            process = subprocess.run(
+            process = subprocess.run(  # noqa: S603 - this Python, with code of this file
                 command, capture_output=True, text=True, timeout=SECONDS_PER_ENGINE, check=False
             )
             output, ending = process.stdout, _ending(process)

@@ -54,8 +54,10 @@ def run(region: Region, tensors: list[Any], placement: Placement) -> Any:
     fresh = _fresh(region, result, constants)
     if fresh and all(is_made_by_no_op(result.leaves[places[0]]) for places in fresh):
         # A replay now tells. Its graph is dropped at once.
+        second = SecondRun(region)
         with streams_kept():
-            again = _replay(region, kept).result.leaves
+            again = _replay(region, kept, second).result.leaves
+        second.let_go()
         fresh = [places for places in fresh if not again[places[0]].stop_gradient]
     if not fresh:
         return value
@@ -116,20 +118,24 @@ class _Reentrant(PyLayer):  # type: ignore[misc]
 
 def _run_again(region: Region, kept: list[Any], used: list[tuple[int, Any]]) -> list[Any]:
     """The gradients of the operands, from those of the outputs, by their positions."""
-    replay = _replay(region, kept)
-    outputs = [
-        (replay.result.leaves[position], grad)
-        for position, grad in used
-        if not replay.result.leaves[position].stop_gradient
-    ]
-    if outputs:
-        _run_backward(region, replay, outputs)
-    return replay.gradients()
+    second = SecondRun(region)
+    try:
+        replay = _replay(region, kept, second)
+        outputs = [
+            (replay.result.leaves[position], grad)
+            for position, grad in used
+            if not replay.result.leaves[position].stop_gradient
+        ]
+        if outputs:
+            _run_backward(region, replay, outputs)
+        return replay.gradients()
+    finally:
+        second.let_go()
 
 
-def _replay(region: Region, kept: list[Any]) -> Replay:
+def _replay(region: Region, kept: list[Any], second: SecondRun) -> Replay:
     hook = None if region.meter is None else unpack
-    with fresh_stack(), pushed(SecondRun(region), hook):
+    with fresh_stack(), pushed(second, hook):
         return region.replay(kept)
 
 

@@ -186,7 +186,7 @@ class Twin:
     __slots__ = ("tensor",)
 
     def __init__(self, tensor: Any) -> None:
-        self.tensor = Tensor()
+        self.tensor = Tensor.__new__(Tensor)  # the constructor of Paddle 3.2 and 3.3 leaks
         self.tensor.reconstruct_from_(tensor)
         self.tensor._clear_dataptr()
 

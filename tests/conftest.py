@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import random
 
 import numpy as np
@@ -20,7 +21,10 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),
 )
 settings.register_profile(
-    "fuzz", settings.get_profile("suite"), derandomize=False, max_examples=3000
+    "fuzz",
+    settings.get_profile("suite"),
+    derandomize=False,
+    max_examples=int(os.environ.get("PROGRAMS", "3000")),
 )
 settings.load_profile("suite")
 

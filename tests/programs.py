@@ -468,8 +468,11 @@ def outcome(program, recomputes):
 
 
 def _note(called, name, gradient):
-    """A gradient hook. Where nothing comes, the reentrant engine may call it all the same."""
-    if gradient is not None and bool((gradient != 0).any()):
+    """A gradient hook. Where nothing comes, the reentrant engine may call it all the same.
+
+    With None, or on Paddle 2.6 with an empty tensor.
+    """
+    if gradient is not None and gradient._is_initialized() and bool((gradient != 0).any()):
         called.append(name)
 
 
