@@ -27,6 +27,7 @@ __all__ = [
     "CustomState",
     "GradMode",
     "RandomState",
+    "TellingError",
     "arm_final_hooks",
     "final_hooks_are_armed",
     "grad_mode",
@@ -254,7 +255,7 @@ class grad_mode:  # noqa: N801
         tracer()._has_grad = self.before
 
 
-class _Telling(Exception):
+class TellingError(Exception):
     """An error that restores the grad mode when it is asked for its text."""
 
 
@@ -274,8 +275,6 @@ class GradMode:
         Paddle leaves grad mode off where an unpack hook raises. The last that it
         does before its own exception is thrown is to ask this one for its text.
         """
-        if isinstance(error, _Telling):
-            return error
         mode, text = self, str(error)
 
         def __str__(self: BaseException) -> str:  # noqa: N807
@@ -285,7 +284,7 @@ class GradMode:
         # The caller sees a name and a text: Paddle makes an `OSError` of it.
         kind = type(error)
         members = {"__str__": __str__, "__module__": kind.__module__}
-        telling: BaseException = type(kind.__name__, (_Telling,), members)()
+        telling: BaseException = type(kind.__name__, (TellingError,), members)()
         return telling
 
 

@@ -20,6 +20,7 @@ from paramproxy._captured import Captured
 from paramproxy._compat import BATCH_NORMS, TENSORS_HAVE_ATTRIBUTES, EagerParamBase
 from paramproxy._parameter import nbytes
 from paramproxy._tree import alias
+from paramproxy._uses import without_notes
 
 
 __all__ = ["NO_BUFFERS", "Buffers", "Moment", "Writes"]
@@ -56,11 +57,12 @@ class Bindings:
 
     @classmethod
     def of(cls, layer: Any) -> Bindings:
-        return cls(layer, dict(layer._buffers), dict(layer._parameters), dict(vars(layer)))
+        buffers, parameters = _held(layer)
+        return cls(layer, dict(buffers), dict(parameters), dict(vars(layer)))
 
     def are_as_before(self) -> bool:
-        layer = self.layer
-        return _same(layer._buffers, self.buffers) and _same(layer._parameters, self.parameters)
+        buffers, parameters = _held(self.layer)
+        return _same(buffers, self.buffers) and _same(parameters, self.parameters)
 
     def exchanged(self) -> list[str]:
         """The names under which the layer has another parameter than it had."""
@@ -106,6 +108,11 @@ class Bindings:
         return names
 
 
+def _held(layer: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A layer's buffers and parameters, without a note that somebody looks at them."""
+    return without_notes(layer._buffers), without_notes(layer._parameters)
+
+
 _NOTHING = object()
 _LAYERS_OWN = {"_parameters", "_buffers", "_sub_layers"}
 
@@ -138,6 +145,9 @@ class Buffers:
         snapshots: What the first run found in a tensor, by the tensor's id.
         noted: Those that the first run has written in silence so far.
         changed: The tensors that the first run wrote into.
+        unchanged: The buffers and frozen parameters that it has only read, each with
+            its version and its storage.
+        replaced: The storages that a replay has put in the place of others.
         rebound: The layers that it gave other tensors.
         exchanged: The names under which it gave one another parameter.
     """
@@ -147,6 +157,8 @@ class Buffers:
     snapshots: dict[int, Any] = attrs.field(factory=dict)
     noted: list[Any] = attrs.field(factory=list)
     changed: list[Any] = attrs.field(factory=list)
+    unchanged: list[tuple[Any, int, int]] = attrs.field(factory=list)
+    replaced: set[int] = attrs.field(factory=set)
     rebound: list[Bindings] = attrs.field(factory=list)
     exchanged: list[str] = attrs.field(factory=list)
 
@@ -175,8 +187,8 @@ class Buffers:
         return bool(self.bindings or self.versions)
 
     @contextlib.contextmanager
-    def watched(self, captured: Captured) -> Iterator[None]:
-        """The first run."""
+    def watched(self, captured: Captured, used: set[int]) -> Iterator[None]:
+        """The first run, which takes these tensors, by their ids, out of captured layers."""
         with contextlib.ExitStack() as stack:
             for layer in self.bindings:
                 for buffer in layer.buffers.values():
@@ -185,19 +197,24 @@ class Buffers:
             try:
                 yield
             finally:  # also where the replay of a region around ends this first run
-                self._note(captured)
+                self._note(captured, used)
 
-    def _note(self, captured: Captured) -> None:
+    def _note(self, captured: Captured, used: set[int]) -> None:
         written = list(self.noted)
         if self.bindings:
             written += [t for layer, mode in captured.layers if mode for t in _statistics(layer)]
         written += [t for t, version in self.versions if t._inplace_version() != version]
         if not TENSORS_HAVE_ATTRIBUTES:
             written += [t for t, _ in self.versions if _differs(t, self.snapshots)]
-        self.changed = list({id(t): t for t in written}.values())
-        self.snapshots = {
-            id(t): self.snapshots[id(t)] for t in self.changed if id(t) in self.snapshots
-        }
+        changed = {id(t): t for t in written}
+        self.changed = list(changed.values())
+        self.unchanged = [
+            (t, version, t.data_ptr())
+            for t, version in self.versions
+            if id(t) in used and id(t) not in changed and t._is_initialized()
+        ]
+        found = [*self.changed, *(t for t, _, _ in self.unchanged)]
+        self.snapshots = {id(t): self.snapshots[id(t)] for t in found if id(t) in self.snapshots}
         self.versions, self.noted = [], []
         self.rebound = [layer for layer in self.bindings if not layer.are_as_before()]
         self.exchanged = [name for layer in self.rebound for name in layer.exchanged()]
@@ -235,15 +252,41 @@ class Buffers:
 
     def put_back(self, stack: contextlib.ExitStack) -> None:
         """For the replay what the first run found; when the stack closes, what is there now."""
-        if not (self.changed or self.bindings):
+        if not (self.changed or self.unchanged or self.bindings):
             return
-        originals = [(t, alias(t)) for t in self.changed if t._is_initialized()]
+        changed = [*self.changed, *self._changed_since()]
+        originals = [(t, alias(t)) for t in changed if t._is_initialized()]
         for layer in self.bindings:
             if layer in self.rebound or not layer.are_as_before():
                 stack.enter_context(layer.restored())
         for tensor, original in originals:
             stack.callback(tensor._set_impl, original)
             tensor._set_impl(self.snapshots.get(id(tensor), original).clone())
+            self.replaced.add(tensor.data_ptr())
+
+    def _changed_since(self) -> list[Any]:
+        """What the first run has only read, and somebody has written after it."""
+        return [
+            tensor
+            for tensor, version, pointer in self.unchanged
+            if tensor._is_initialized()
+            and tensor._inplace_version() != version
+            # A sharding stage swaps the storage of a parameter.
+            and not (isinstance(tensor, EagerParamBase) and tensor.data_ptr() != pointer)
+        ]
+
+    def lost(self) -> str | None:
+        """The name of one that was written after the first run, and that nobody has a copy of."""
+        for tensor in self._changed_since():
+            if id(tensor) not in self.snapshots:
+                names = [
+                    name
+                    for layer in self.bindings
+                    for name, buffer in layer.buffers.items()
+                    if buffer is tensor
+                ]
+                return f"buffer {names[0]!r}" if names else f"frozen parameter {tensor.name!r}"
+        return None
 
 
 NO_BUFFERS = Buffers([], [])

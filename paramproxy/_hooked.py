@@ -25,7 +25,7 @@ from typing import Any
 
 import attrs
 
-from paramproxy._ambient import GradMode
+from paramproxy._ambient import GradMode, TellingError
 from paramproxy._caller import keeps_graph
 from paramproxy._compat import PACKED_VALUES_LEAK, Tensor
 from paramproxy._dispatch import (
@@ -281,6 +281,8 @@ class Recording:
         """The unpack hook. That it is a method is what keeps the recording alive."""
         try:
             return packed.unpack()
+        except TellingError:
+            raise
         except BaseException as exc:
             raise self.mode.restored_by(exc) from exc
 
@@ -443,7 +445,13 @@ class SecondRun(Frame):
             for ticket in tickets
             if ticket is not None and ticket.value is None and id(ticket) in recording.waiting
         }
-        comparison = Comparison(region.name, recording.metadata, recording.lines, recording.is_open)
+        comparison = Comparison(
+            region.name,
+            recording.metadata,
+            recording.lines,
+            recording.is_open,
+            region.buffers.replaced,
+        )
         return cls(recording, wanted, max(wanted), comparison, region.meter)
 
     def let_go(self) -> None:

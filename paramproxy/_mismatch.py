@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 import attrs
@@ -28,6 +29,8 @@ class Comparison:
         metadata: What the first run saved.
         lines: The user's lines that saved each, in debug mode.
         is_open: Whether the first run is still going on, and will save more.
+        replaced: The storages that the replay has put in the place of others, to be
+            written as it likes.
         error: The first difference.
     """
 
@@ -35,6 +38,7 @@ class Comparison:
     metadata: list[Metadata]
     lines: list[list[str]] | None
     is_open: bool
+    replaced: Set[int]
     error: Exception | None = None
 
     def compare(self, index: int, tensor: Any) -> bool:
@@ -46,7 +50,7 @@ class Comparison:
         before, now = self.metadata[index], Metadata.of(tensor)
         if before != now:
             self._differ(index, f"it was {before.told(now)}", now.told(before))
-        elif now.was_written(before):
+        elif now.was_written(before) and now.pointer not in self.replaced:
             self._refuse_write(index, before, now)
         return self.error is None
 

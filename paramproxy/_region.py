@@ -388,16 +388,16 @@ class Region:
 
     def _watched(self, *, note_uses: bool) -> Context:
         """A block for the first run, in which everyone looks on who has to."""
-        is_noted = note_uses and self.captured.layers
+        is_noted = self.captured.layers and (note_uses or self.buffers.versions)
         if not (is_noted or self.buffers.is_watched or self.meter is not None):
             return NO_CONTEXT
         with contextlib.ExitStack() as stack:
+            used: set[int] = set()
             if self.buffers.is_watched:
-                stack.enter_context(self.buffers.watched(self.captured))
+                stack.enter_context(self.buffers.watched(self.captured, used))
             if is_noted:
-                self.used = set()
-                layers = (layer for layer, _ in self.captured.layers)
-                stack.enter_context(uses_noted(layers, self.used))
+                self.used = used
+                stack.enter_context(uses_noted((layer for layer, _ in self.captured.layers), used))
             if self.meter is not None:
                 stack.enter_context(self.meter.first_run())
             return stack.pop_all()
@@ -417,6 +417,13 @@ class Region:
         for operand, fixed, twin in self.fixed:
             if fixed.is_read:
                 self._refuse_change(operand, twin)
+        if (lost := self.buffers.lost()) is not None:
+            msg = (
+                f"Cannot replay {self.name}: {lost}, which it reads, was changed in place after "
+                "the first run, and is too large for a copy to have been kept. Change it after "
+                "backward, or pass it to recompute as an argument of its own, cloned."
+            )
+            raise MutationError(msg)
         tensors = self._tensors(kept)
         for index, (operand, tensor) in enumerate(zip(self.operands, tensors)):
             if operand.parameter is None or operand.was_changed(tensor):

@@ -1,8 +1,9 @@
-"""Which parameters a function takes out of the layers that it captures.
+"""Which parameters and buffers a function takes out of the layers that it captures.
 
 A closure over `self` captures a whole model, of which a block uses a few weights. Only
 those are to be inputs of the region: whoever waits for the gradients of the others, a
-reducer or a hook, would wait for them here.
+reducer or a hook, would wait for them here. And only the buffers that it has read must
+be found again as they were.
 """
 
 from __future__ import annotations
@@ -15,34 +16,39 @@ from typing import Any
 from wrapt import BaseObjectProxy
 
 
-__all__ = ["uses_noted"]
+__all__ = ["uses_noted", "without_notes"]
 
 
 @contextlib.contextmanager
 def uses_noted(layers: Iterable[Any], used: set[int]) -> Iterator[None]:
-    """Note each parameter that is taken out of one of these layers meanwhile, by its id."""
-    own = [(vars(layer), _without_notes(layer._parameters)) for layer in layers]
-    own = [(attributes, parameters) for attributes, parameters in own if parameters]
-    for attributes, parameters in own:
-        attributes["_parameters"] = _Noted(parameters, used)
+    """Note what parameters and buffers are taken out of these layers meanwhile, by their ids."""
+    own = []
+    for layer in layers:
+        attributes = vars(layer)
+        for name in ("_parameters", "_buffers"):
+            held = without_notes(attributes[name])
+            if held:
+                own.append((attributes, name, held))
+    for attributes, name, held in own:
+        attributes[name] = _Noted(held, used)
     try:
         yield
     finally:
-        for attributes, parameters in own:
-            attributes["_parameters"] = parameters
+        for attributes, name, held in own:
+            attributes[name] = held
 
 
 class _Noted(BaseObjectProxy):  # type: ignore[type-arg]
-    """A layer's dict of parameters, which notes what is taken out of it."""
+    """A layer's dict of parameters or buffers, which notes what is taken out of it."""
 
-    def __init__(self, parameters: dict[str, Any], used: set[int]) -> None:
-        super().__init__(parameters)
+    def __init__(self, held: dict[str, Any], used: set[int]) -> None:
+        super().__init__(held)
         self._self_used = used
 
     def __getitem__(self, name: str) -> Any:
-        parameter = self.__wrapped__[name]
-        self._self_used.add(id(parameter))
-        return parameter
+        tensor = self.__wrapped__[name]
+        self._self_used.add(id(tensor))
+        return tensor
 
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self.__wrapped__ else default
@@ -80,6 +86,6 @@ class _Noted(BaseObjectProxy):  # type: ignore[type-arg]
         return self._all().__reduce_ex__(protocol)
 
 
-def _without_notes(parameters: Any) -> Any:
-    """The dict itself, where another thread is noting at the same time."""
-    return parameters.__wrapped__ if type(parameters) is _Noted else parameters
+def without_notes(held: Any) -> Any:
+    """The dict itself, while it is noted what is taken out of it."""
+    return held.__wrapped__ if type(held) is _Noted else held

@@ -172,6 +172,7 @@ OPERATIONS = {
     "without grad": lambda a, b, w, s: without_grad(a, b),
     "amp level": lambda a, b, w, s: with_amp_level(a),
     "moving average": lambda a, b, w, s: s(a),
+    "read of the average": lambda a, b, w, s: a * (s.average.clone() + 1.0),
     "batch norm": lambda a, b, w, s: s.norm(a),
 }
 
@@ -303,6 +304,11 @@ class Operation:
     w: int
 
 
+ONCE_ONLY = (
+    *("attention", "concat and slices", "dropout", "exp", "in place on a view"),
+    *("layer norm", "mean of both", "rows of the largest", "where"),
+)
+"""Of which one Paddle or another has no second gradient."""
 PYLAYERS = ("fused linear", "linear", "square", "reverse", "first half")
 """Through which a second backward crashes Paddle."""
 
@@ -345,7 +351,8 @@ class Program:
         trained: Of each input and each weight whether it is.
         rounds: How many forwards and backwards.
         backwards: How many backwards each.
-        functional: Whether the last one is `paddle.grad`.
+        last: How the last one is run: "backward", by `paddle.grad` ("grad"), or as a
+            gradient penalty, backward through a backward ("penalty").
         seed: Of all values.
     """
 
@@ -353,7 +360,7 @@ class Program:
     trained: tuple[bool, ...]
     rounds: int = 1
     backwards: int = 1
-    functional: bool = False
+    last: str = "backward"
     seed: int = 1
 
 
@@ -451,10 +458,15 @@ def outcome(program, recomputes):
                 loss.backward(retain_graph=True)
                 found[f"streams {round_}.{time}"] = paddle.rand([2])
             wanted = [t for t in (*inputs, *weights) if not t.stop_gradient]
-            if program.functional and wanted:
-                found[f"grad {round_}"] = paddle.grad(loss, wanted, allow_unused=True)
-            else:
+            if program.last == "backward" or not wanted:
                 loss.backward()
+            else:
+                is_penalty = program.last == "penalty"
+                grads = paddle.grad(loss, wanted, create_graph=is_penalty, allow_unused=True)
+                found[f"grad {round_}"] = grads
+                penalty = sum((g * g).sum() for g in grads if g is not None)
+                if is_penalty and not penalty.stop_gradient:
+                    penalty.backward()
     for name, leaf in zip("xuabc", [*inputs, *weights]):
         found[f"gradient of {name}"] = leaf.grad
     found["main_grads"] = [weight.main_grad for weight in weights]

@@ -6,6 +6,7 @@ import attrs
 from hypothesis import strategies as st
 from programs import (
     FORMS,
+    ONCE_ONLY,
     OPERATIONS,
     POLICIES,
     PYLAYERS,
@@ -28,13 +29,13 @@ class Scope:
         engines: The engines of regions.
         results: What a function may return.
         backwards: The most backwards through one graph.
-        functional: Whether some gradients are asked for by `paddle.grad`.
+        lasts: How the last of them may be run.
     """
 
     engines: tuple[str, ...]
     results: tuple[str, ...] = tuple(RESULTS)
     backwards: int = 1
-    functional: bool = False
+    lasts: tuple[str, ...] = ("backward",)
 
     def programs(self):
         """Programs with at least one region."""
@@ -48,14 +49,16 @@ class Scope:
             trained=st.tuples(*[st.sampled_from([True, True, True, False])] * (2 + WEIGHTS)),
             rounds=st.integers(1, 2),
             backwards=st.integers(1, self.backwards),
-            functional=st.booleans() if self.functional else st.just(False),
+            last=st.sampled_from(self.lasts),
             seed=st.integers(1, 9),
         )
 
     def _operations(self):
         names = set(OPERATIONS)
-        if self.backwards > 1:
+        if self.backwards > 1 or "penalty" in self.lasts:
             names -= set(PYLAYERS)
+        if "penalty" in self.lasts:
+            names -= set(ONCE_ONLY)
         return st.builds(Operation, name=st.sampled_from(sorted(names)), a=INDEX, b=INDEX, w=INDEX)
 
     def _calls(self, depth, kinds):

@@ -9,7 +9,7 @@ import itertools
 import numpy as np
 import paddle
 import pytest
-from support import MODES, Counted, allocated, hooked, param, plain, same, tensor, values
+from support import MODES, Counted, allocated, held, hooked, param, plain, same, tensor, values
 
 from paramproxy import recompute
 
@@ -279,3 +279,107 @@ def test_tables_that_a_layer_makes_when_it_first_runs(guard):
         return seen
 
     same(scenario)
+
+
+class Reads(paddle.nn.Layer):
+    """Reads a buffer in its forward. Somebody else writes it."""
+
+    def __init__(self, size=2):
+        super().__init__()
+        self.register_buffer("table", paddle.ones([size]))
+        self.register_buffer("other", paddle.ones([2**20]))
+        self.inner = paddle.nn.Linear(2, 2)
+
+    def forward(self, x):
+        return paddle.tanh(x * (self.table[:2].clone() + 1.0))
+
+
+WRITES_AFTERWARDS = {
+    "in place": lambda layer: layer.table.add_(paddle.ones(layer.table.shape)),
+    "assigned": lambda layer: paddle.assign(layer.table * 3.0, layer.table),
+    "exchanged": lambda layer: setattr(layer, "table", layer.table * 3.0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES_AFTERWARDS)
+@pytest.mark.parametrize("modes", [(True,), (False,), *NESTED])
+@pytest.mark.parametrize("times", [0, 1])
+def test_a_buffer_that_is_written_between_forward_and_backward(write, modes, times):
+    """The next microbatch updates it, before the backward of this one."""
+
+    def nested(function, x):
+        for mode in modes:
+            function = functools.partial(recompute, function, use_reentrant=mode)
+        return function(x)
+
+    def scenario(run):
+        layer, x = Reads(), tensor([1.0, 2.0])
+        for _ in range(times):
+            layer.table.scale_(2.0)
+        y = run(layer, paddle.exp(x))
+        WRITES_AFTERWARDS[write](layer)
+        after = values(layer.table)
+        y.sum().backward()
+        return values(x.grad), after, values(layer.table)
+
+    same(scenario, runs=(lambda f, x: nested(f, x),))
+
+
+@pytest.mark.parametrize("run", MODES)
+def test_one_that_an_outer_region_writes_and_an_inner_one_only_reads(run):
+    def scenario(run):
+        layer, x = Reads(), tensor([1.0, 2.0])
+
+        def outer(q):
+            layer.table.scale_(0.5)
+            h = run(layer, q)
+            layer.table.add_(paddle.ones([2]))
+            return h + run(layer, paddle.exp(h))
+
+        for _ in range(2):
+            run(outer, x * 1.0).sum().backward()
+        return values(x.grad), values(layer.table)
+
+    same(scenario, runs=(run,))
+
+
+@pytest.mark.parametrize("run", MODES)
+def test_a_large_one_that_is_written_afterwards_is_refused_by_its_name(run):
+    """Two MiB: nobody keeps a copy of that for each region."""
+    layer, x = Reads(2**19), tensor([1.0, 2.0])
+    y = run(layer, x * 1.0)
+    layer.table.scale_(2.0)
+    with pytest.raises(OSError, match=r"(?s)MutationError.*buffer 'table', which it reads"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("run", MODES)
+def test_a_large_one_that_the_region_does_not_read_may_be_written(run):
+    def scenario(run):
+        layer, x = Reads(), tensor([1.0, 2.0])
+        y = run(layer, x * 1.0)
+        layer.other.scale_(2.0)
+        y.sum().backward()
+        return values(x.grad)
+
+    same(scenario, runs=(run,))
+
+
+@pytest.mark.parametrize("run", MODES)
+def test_a_frozen_parameter_that_is_written_afterwards_is_refused_by_its_name(run):
+    layer = paddle.nn.Linear(2, 2)
+    layer.weight.stop_gradient = True
+    x = tensor([[1.0, 2.0]])
+    y = run(lambda q: layer(q), x * 1.0)
+    with paddle.no_grad():
+        layer.weight.scale_(2.0)
+    with pytest.raises(OSError, match=r"(?s)MutationError.*frozen parameter 'linear_\d+.w_0'"):
+        y.sum().backward()
+
+
+def test_only_the_buffers_that_a_region_reads_are_kept():
+    """Of a whole model that its function captures."""
+    model = paddle.nn.LayerList([Reads(64) for _ in range(8)])
+    x = tensor(np.ones(2))
+    kept = held(lambda: recompute(lambda q: model[3](q), x * 1.0))
+    assert kept < held(lambda: recompute(lambda q: paddle.tanh(q * 2.0), x * 1.0)) + 2 * 64 * 4
