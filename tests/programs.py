@@ -464,7 +464,8 @@ def outcome(program, recomputes):
                 is_penalty = program.last == "penalty"
                 grads = paddle.grad(loss, wanted, create_graph=is_penalty, allow_unused=True)
                 found[f"grad {round_}"] = grads
-                penalty = sum((g * g).sum() for g in grads if g is not None)
+                none = paddle.zeros([], "float64")
+                penalty = sum(((g * g).sum() for g in grads if g is not None), none)
                 if is_penalty and not penalty.stop_gradient:
                     penalty.backward()
     for name, leaf in zip("xuabc", [*inputs, *weights]):
