@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import attrs
 import paddle
@@ -256,7 +257,22 @@ class grad_mode:  # noqa: N801
 
 
 class TellingError(Exception):
-    """An error that restores the grad mode when it is asked for its text."""
+    """An error that restores the grad mode when it is asked for its text.
+
+    Paddle leaves grad mode off where an unpack hook raises. The last that it does
+    before its own exception is thrown is to ask this one for its text.
+    """
+
+    def __init__(self, mode: GradMode, text: str) -> None:
+        super().__init__(text)
+        self.mode = mode
+
+    def __str__(self) -> str:
+        tracer()._has_grad = self.mode.enabled
+        return super().__str__()
+
+
+_telling: WeakKeyDictionary[type, type[TellingError]] = WeakKeyDictionary()
 
 
 @attrs.define(eq=False)
@@ -269,23 +285,14 @@ class GradMode:
         """A gradient hook, in which the mode is still that of the caller."""
         self.enabled = paddle.is_grad_enabled()
 
-    def restored_by(self, error: BaseException) -> BaseException:
-        """The error, with a text that restores the mode.
-
-        Paddle leaves grad mode off where an unpack hook raises. The last that it
-        does before its own exception is thrown is to ask this one for its text.
-        """
-        mode, text = self, str(error)
-
-        def __str__(self: BaseException) -> str:  # noqa: N807
-            tracer()._has_grad = mode.enabled
-            return text
-
+    def restored_by(self, error: BaseException) -> TellingError:
+        """The error, with a text that restores the mode."""
         # The caller sees a name and a text: Paddle makes an `OSError` of it.
         kind = type(error)
-        members = {"__str__": __str__, "__module__": kind.__module__}
-        telling: BaseException = type(kind.__name__, (TellingError,), members)()
-        return telling
+        if kind not in _telling:
+            members = {"__module__": kind.__module__}
+            _telling[kind] = type(kind.__name__, (TellingError,), members)
+        return _telling[kind](self, str(error))
 
 
 @contextlib.contextmanager

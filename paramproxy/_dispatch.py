@@ -53,6 +53,7 @@ __all__ = [
     "is_registered",
     "is_replay_heard",
     "is_under_hooks",
+    "pack_arguments",
     "pass_through",
     "pushed",
     "region_frame",
@@ -95,6 +96,8 @@ class _Local(threading.local):
         # What is still to be reset of what was registered here; None for what
         # made no frame.
         self.entered: list[CallerHooks | None] = []
+        # What Paddle has called the pack hook with that is running.
+        self.arguments: tuple[Any, ...] = ()
 
 
 _local = _Local()
@@ -171,7 +174,7 @@ class _Dispatcher:
 
     def _register(self, hook: Callable[[Any], Any]) -> None:
         try:
-            _register(_pack, hook)
+            _register(_Pack, hook)
         except ValueError as exc:
             msg = (
                 "Cannot open a region of the hook engine: saved-tensor hooks are registered that "
@@ -194,22 +197,41 @@ _dispatcher = _Dispatcher()
 atexit.register(_dispatcher.shut_down)
 
 
-def _pack(tensor: Any) -> Any:
-    """The pack hook: the only one that Paddle knows.
+class _Pack(Exception):
+    """The pack hook, the only one that Paddle knows, and what it gives for a tensor.
 
-    No wrapper around it: see `Stopper.clean_up`.
+    An exception, though it is never raised, because the constructor of one keeps the
+    very tuple that it was called with (`BaseException_new` in CPython's exceptions.c).
+    No other callable of Python's sees that of a call from C++, and Paddle never frees it
+    where the hook raises: see `Stopper`.
     """
-    traced = set_eval_frame(None)
-    try:
-        is_layers = sys._getframe(1).f_code is SAVE_FOR_BACKWARD
-        if tensor is NONE:  # which a PyLayer may save
-            return NOTHING
-        if _local.frames:
-            return _local.frames[-1].take(tensor, None, is_layers)
-        _dispatcher.see_other_thread()
-        return pass_through(tensor, is_layers)
-    finally:
-        set_eval_frame(traced)
+
+    __slots__ = ("item",)
+
+    def __init__(self, tensor: Any) -> None:
+        around, _local.arguments = _local.arguments, self.args
+        self.args = ()
+        traced = set_eval_frame(None)
+        try:
+            is_layers = sys._getframe(1).f_code is SAVE_FOR_BACKWARD
+            if tensor is NONE:  # which a PyLayer may save
+                self.item: Any = NOTHING
+            elif _local.frames:
+                self.item = _local.frames[-1].take(tensor, None, is_layers)
+            else:
+                _dispatcher.see_other_thread()
+                self.item = pass_through(tensor, is_layers)
+        finally:
+            _local.arguments = around
+            set_eval_frame(traced)
+
+    def unpack(self) -> Any:
+        return self.item.unpack()
+
+
+def pack_arguments() -> tuple[Any, ...]:
+    """In the pack hook: the tuple that Paddle called it with."""
+    return _local.arguments
 
 
 def unpack(packed: Any) -> Any:

@@ -36,6 +36,7 @@ from paramproxy._dispatch import (
     is_registered,
     is_replay_heard,
     is_under_hooks,
+    pack_arguments,
     pushed,
     region_frame,
     replay_announced,
@@ -469,7 +470,7 @@ class SecondRun(Frame):
         # Hooks of the function's own may count what they pack, as those of Paddle's
         # and PaddleFormers' recompute do.
         if self.stopper.is_stopped and not is_under_hooks(self):
-            self.stopper.stop(tensor, is_layers)
+            self.stopper.stop(pack_arguments(), is_layers)
         return held
 
     def _hold(self, tensor: Any, item: Any, is_layers: bool) -> Any:

@@ -13,7 +13,6 @@ operator outside of it that saves something.
 from __future__ import annotations
 
 import ctypes
-import gc
 import sys
 import types
 from typing import Any
@@ -54,19 +53,19 @@ class Stopper:
         self._root = None
         return self.is_stopped
 
-    def stop(self, tensor: Any, is_layers: bool) -> None:
+    def stop(self, arguments: tuple[Any], is_layers: bool) -> None:
         """Called by a pack hook, again and again from the first time on.
 
         Args:
-            tensor: What the hook was called with.
+            arguments: The very tuple that the hook was called with: a tensor.
             is_layers: Whether a PyLayer saves it.
         """
         self.is_stopped = True
         if self._was_raised and sys.exc_info()[1] is not None:
             return  # in a `finally` of the user's, which is to be run to its end
         if not is_layers and not self._is_in_a_layer():
-            tensor.reconstruct_from_(_EMPTY)
-            self._arguments += _arguments_with(tensor)
+            arguments[0].reconstruct_from_(_EMPTY)
+            self._arguments.append(arguments)
             self._was_raised = True
             raise ReplayStopped
 
@@ -89,27 +88,6 @@ class Stopper:
 _EMPTY = Tensor()
 # Of an object in one variable: that, and the argument of getrefcount.
 _OURS = 2
-# With its collector switched off, Python lists every object as young.
-_MANY = 5000
-
-
-def _arguments_with(tensor: Any) -> list[tuple[Any]]:
-    """The tuple in which C++ handed over the tensor, which is one of the youngest objects.
-
-    They are listed from the oldest to the youngest. Some are tuples that C++ has
-    not filled yet, and may not be indexed.
-    """
-    if gc.get_count()[0] > _MANY:
-        return []
-    for young in reversed(gc.get_objects(generation=0)):
-        if type(young) is tuple and len(young) == 1 and _holds(young, tensor):
-            return [young]
-    return []
-
-
-def _holds(holder: tuple[Any], tensor: Any) -> bool:
-    referents = gc.get_referents(holder)
-    return bool(referents) and referents[0] is tensor
 
 
 def _is_forward(frame: types.FrameType) -> bool:
