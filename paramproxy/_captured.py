@@ -80,6 +80,7 @@ class Captured:
     cells: dict[int, tuple[types.CellType, Any]] = attrs.field(factory=dict)
     has_static: bool = False
     _seen: set[int] = attrs.field(factory=set)
+    _is_held: bool = False
 
     @classmethod
     def by(cls, function: Any, arguments: Iterable[Any]) -> Captured:
@@ -113,8 +114,18 @@ class Captured:
         if isinstance(tensor, EagerParamBase):
             self.direct.add(id(tensor))
             self._add_parameter(tensor)
-        elif not lacks_storage(tensor):  # freed before the first run: nobody reads it
+        elif lacks_storage(tensor):  # freed before the first run: nobody reads it
+            return
+        elif self._is_held:
+            self.fixed.append(Fixed(where, tensor, is_read=True))
+        else:
             self.tensors.append((where, tensor))
+
+    def _add_held(self, value: Any, where: str) -> None:
+        """Note what a callable behind an attribute captures, where nothing can be replaced."""
+        was_held, self._is_held = self._is_held, True
+        self.add(value, where)
+        self._is_held = was_held
 
     def _add_parameter(self, param: Any) -> None:
         # A frozen one may be written by the function itself, so it is not
@@ -161,7 +172,7 @@ class Captured:
                 self.has_static = True
             elif type(value) in _CALLABLES:
                 if names is None or name in names:
-                    self.add(value, f"attribute {name!r}")
+                    self._add_held(value, f"attribute {name!r}")
             else:
                 self._add_fixed(value, f"attribute {name!r}", is_read=bool(names and name in names))
         for name, sublayer in layer._sub_layers.items():
@@ -183,7 +194,7 @@ class Captured:
             if type(item) not in _CONSTANTS:
                 self._add_fixed(item, f"attribute {key!r}", is_read=key in names)
                 if type(item) in _CALLABLES:
-                    self.add(item, f"attribute {key!r}")
+                    self._add_held(item, f"attribute {key!r}")
 
     def _add_function(self, function: Any, where: str) -> None:
         code = function.__code__

@@ -11,7 +11,7 @@ import weakref
 
 import paddle
 import pytest
-from support import Counted, param, same, tensor, values
+from support import MODES, Counted, param, same, tensor, values
 
 from paramproxy import MutationError, recompute
 from paramproxy._captured import LARGEST_SEARCH, Captured
@@ -578,3 +578,62 @@ def test_two_threads_that_replay_one_function_do_not_meet():
         thread.join()
     assert errors == []
     assert w.grad is None
+
+
+class Keeper(paddle.nn.Layer):
+    """Holds a function, as a layer holds its activation, that has a world of its own."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def forward(self, x):
+        return self.function(x)
+
+
+@pytest.mark.parametrize("run", MODES)
+@pytest.mark.parametrize("wrap", [lambda f: f, functools.partial, lambda f: Keeper(f).forward])
+def test_what_a_function_captures_that_a_layer_holds(run, wrap):
+    """Its weights, its constants, and the buffers that it writes."""
+
+    def scenario(run):
+        w, x = param([2.0, 3.0]), tensor([0.5, 1.0])
+        told = []
+        w.register_hook(lambda g: told.append(values(g)))
+        state = paddle.nn.Layer()
+        state.register_buffer("average", paddle.zeros([2]))
+        c = tensor([2.0, 0.5], grad=False)
+
+        def function(q):
+            with paddle.no_grad():
+                state.average.add_(q)
+            return paddle.tanh(q * w) * c * state.average.clone()
+
+        holder = Keeper(wrap(function))
+        total = run(holder, x * 1.0) + run(lambda q: holder(q), x * 2.0)
+        del function
+        total.sum().backward()
+        return values(x.grad), values(w.grad), told, values(state.average)
+
+    same(scenario, runs=(run,))
+
+
+def test_an_activation_that_such_a_function_captures_is_named():
+    x = tensor([0.5, 1.0])
+    h = x * 3.0
+    layer = Keeper(lambda q: q * h)
+    same(lambda run: values(run(layer, x * 1.0)))
+    y = recompute(layer, x * 1.0)
+    with pytest.raises(OSError, match=r"(?s)UnsupportedError.*closure variable 'h', an activation"):
+        y.sum().backward()
+    y = recompute(layer, x * 1.0, use_reentrant=False)
+    y.sum().backward()
+    assert values(x.grad) == [3.0, 6.0]
+
+
+def test_a_constant_that_such_a_function_captures_may_not_be_written_in_between():
+    x, c = tensor([0.5, 1.0]), tensor([2.0, 3.0], grad=False)
+    y = recompute(Keeper(lambda q: q * c), x * 1.0)
+    c.scale_(2.0)
+    with pytest.raises(OSError, match=r"(?s)MutationError.*closure variable 'c'"):
+        y.sum().backward()
