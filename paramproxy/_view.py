@@ -78,7 +78,8 @@ class ParamView(wrapt.BaseObjectProxy):  # type: ignore[type-arg]
           Paddle 3.0 on. **On 2.6 they crash the interpreter**: there Paddle
           casts the elements of a list unseen, whatever they are, so that no
           object can guard itself. So do `meshgrid`, `broadcast_tensors`,
-          `multiplex` and `linalg.multi_dot`.
+          `multiplex`, `linalg.multi_dot`, `t.index_put((view,), value)` and
+          some kernels of `paddle._C_ops`: see the page *Caveats*.
         - `paddle.nn.initializer.Normal()(view)` and the other initializers may
           crash the interpreter, and on a leaf they fill the leaf alone:
           initialize the parameter.
