@@ -16,10 +16,11 @@ import numpy as np
 import optree
 import paddle
 from paddle.base import core
+from paddle.base.framework import EagerParamBase
 from support import Reverse, amp, hooked, param, plain, tensor
 
 import paramproxy
-from paramproxy import ParamView, keep, recompute, save_everything, save_ops, save_under, unwrap
+from paramproxy import ParamView, keep, recompute, save_everything, save_ops, save_under
 from paramproxy._compat import tracer
 
 
@@ -214,13 +215,18 @@ def _twice_the_same(run, body, a, b, weights):
     return run(lambda q, r, p, ws, w: body(q + p * 0.5, r, [*ws, w]), a, b, a, weights, weights[0])
 
 
+def _view(weight):
+    """Of a parameter. In a replay of a region around it may be a leaf, which stays one."""
+    return ParamView(weight) if type(weight) is EagerParamBase else weight
+
+
 def is_recompute(run):
     return run is recompute or (isinstance(run, functools.partial) and is_recompute(run.func))
 
 
 def _views(run, body, a, b, weights):
     # A plain call would leave the gradients on the leaves of the views.
-    passed = map(ParamView, map(unwrap, weights)) if is_recompute(run) else weights
+    passed = map(_view, weights) if is_recompute(run) else weights
     return run(lambda q, r, *ws: body(q, r, list(ws)), a, b, *passed)
 
 

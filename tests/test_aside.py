@@ -305,7 +305,7 @@ WAYS_TO_READ = {
     ],
     "popitem": lambda layer: [layer._parameters.popitem()[1] for _ in range(2)][::-1],
     "parameters": lambda layer: layer.parameters(),
-    "state_dict": lambda layer: list(layer.state_dict(keep_vars=True).values()),
+    "named_parameters": lambda layer: [weight for _, weight in layer.named_parameters()],
 }
 
 

@@ -217,4 +217,4 @@ def test_not_even_a_python_object(region):
 
     before = blocks(400)
     for_each = (blocks(400) - before) / 400
-    assert for_each < (16 if PACKED_VALUES_LEAK else 1)
+    assert for_each < (24 if PACKED_VALUES_LEAK else 1)
