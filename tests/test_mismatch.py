@@ -10,6 +10,9 @@ import pytest
 from support import hooked, param, tensor, values
 
 from paramproxy import recompute, set_checkpoint_debug_enabled, set_checkpoint_early_stop
+from paramproxy._mismatch import Comparison
+from paramproxy._saved import Metadata
+from paramproxy.exceptions import MutationError
 
 
 def message(y):
@@ -205,3 +208,14 @@ def test_other_calls_of_keep():
         )
         y = recompute(region, tensor([1.0]) * 1.0, use_reentrant=mode)
         assert "calls of keep" in message(y)
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_a_storage_that_the_replay_itself_has_put_there_may_have_another_version(is_own):
+    """The copy of a buffer may get the address of what the first run had saved, and freed since."""
+    t = tensor([1.0, 2.0], grad=False)
+    first = [Metadata.of(t)]
+    t.scale_(2.0)
+    comparison = Comparison("f", first, None, False, {t.data_ptr()} if is_own else set())
+    assert comparison.compare(0, t) == is_own
+    assert isinstance(comparison.error, MutationError) != is_own
