@@ -11,7 +11,8 @@ from hypothesis import HealthCheck, settings
 from paramproxy import patching
 
 
-# A few examples, always the same, in the suite; `make fuzz` draws others each time.
+# A few examples, always the same, in the suite, and many on every version of Paddle;
+# `make fuzz` draws others each time.
 settings.register_profile(
     "suite",
     max_examples=60,
@@ -20,11 +21,10 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
+MANY = int(os.environ.get("PROGRAMS", "3000"))
+settings.register_profile("many", settings.get_profile("suite"), max_examples=MANY)
 settings.register_profile(
-    "fuzz",
-    settings.get_profile("suite"),
-    derandomize=False,
-    max_examples=int(os.environ.get("PROGRAMS", "3000")),
+    "fuzz", settings.get_profile("suite"), max_examples=MANY, derandomize=False
 )
 settings.load_profile("suite")
 
