@@ -305,11 +305,9 @@ def is_registered(hook: Callable[[Any], Any]) -> bool:
 
 def region_frame() -> Frame | None:
     """The innermost frame of this thread that is not a caller's own hooks."""
-    frames = _local.frames
-    if frames:
-        for frame in reversed(frames):
-            if not isinstance(frame, CallerHooks):
-                return frame
+    for frame in reversed(_local.frames):
+        if not isinstance(frame, CallerHooks):
+            return frame
     return None
 
 

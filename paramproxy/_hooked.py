@@ -51,7 +51,7 @@ from paramproxy._region import Region
 from paramproxy._report import Meter
 from paramproxy._saved import (
     Kept,
-    Loan,
+    Loans,
     Metadata,
     Offloaded,
     Twin,
@@ -435,7 +435,7 @@ class SecondRun(Frame):
     count: int = 0
     calls: int = 0
     stopper: Stopper = attrs.field(factory=Stopper)
-    loans: list[Loan] = attrs.field(factory=list)
+    loans: Loans = attrs.field(factory=Loans)
     below: Frame | None = None
 
     @classmethod
@@ -458,8 +458,7 @@ class SecondRun(Frame):
     def let_go(self) -> None:
         """Afterwards."""
         self.wanted = {}
-        for loan in self.loans:
-            loan.item = None
+        self.loans.end()
 
     def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
         index = self.count
@@ -477,10 +476,7 @@ class SecondRun(Frame):
         """For a backward inside the function itself."""
         if item is None:
             item = Kept(keep(tensor, is_layers), tensor._inplace_version(), is_layers)
-        if PACKED_VALUES_LEAK:
-            item = Loan(item)
-            self.loans.append(item)
-        return item
+        return self.loans.lent(item)
 
     def _look(self, index: int, tensor: Any, item: Any, is_layers: bool) -> None:
         recording = self.recording

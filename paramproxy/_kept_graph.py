@@ -16,7 +16,7 @@ from paddle.autograd import PyLayer
 from paramproxy._ambient import grad_mode
 from paramproxy._aside import Aside
 from paramproxy._call import Result
-from paramproxy._compat import PACKED_VALUES_LEAK, Tensor, with_own_header
+from paramproxy._compat import Tensor, with_own_header
 from paramproxy._dispatch import Frame, pass_through, pushed, unpack
 from paramproxy._keep import Skipped
 from paramproxy._leaf import Handover, leaf_gradient
@@ -25,7 +25,7 @@ from paramproxy._options import Options
 from paramproxy._region import Region
 from paramproxy._replay import Replay
 from paramproxy._report import Meter
-from paramproxy._saved import Loan
+from paramproxy._saved import Loans
 from paramproxy._tree import alias, is_differentiable, unflatten
 from paramproxy._view import unwrap
 from paramproxy.exceptions import ReplayMismatchError
@@ -245,21 +245,12 @@ class SecondRun(_Transparent):
 
     region: Region
     calls: int = 0
-    loans: list[Loan] = attrs.field(factory=list)
+    loans: Loans = attrs.field(factory=Loans)
 
     def take(self, tensor: Any, item: Any, is_layers: bool) -> Any:
         if self.region.meter is not None:
             self.region.meter.see(tensor)
-        held = super().take(tensor, item, is_layers)
-        if PACKED_VALUES_LEAK:
-            held = Loan(held)
-            self.loans.append(held)
-        return held
-
-    def let_go(self) -> None:
-        """Once its graph has been run backward: free what Paddle would never free."""
-        for loan in self.loans:
-            loan.item = None
+        return self.loans.lent(super().take(tensor, item, is_layers))
 
     def next_graph(self) -> KeptGraph:
         """The graph of the call that is made now. What it had drawn counts as drawn."""

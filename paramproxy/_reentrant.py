@@ -57,7 +57,7 @@ def run(region: Region, tensors: list[Any], placement: Placement) -> Any:
         second = SecondRun(region)
         with streams_kept():
             again = _replay(region, kept, second).result.leaves
-        second.let_go()
+        second.loans.end()
         fresh = [places for places in fresh if not again[places[0]].stop_gradient]
     if not fresh:
         return value
@@ -130,7 +130,7 @@ def _run_again(region: Region, kept: list[Any], used: list[tuple[int, Any]]) -> 
             _run_backward(region, replay, outputs)
         return replay.gradients()
     finally:
-        second.let_go()
+        second.loans.end()
 
 
 def _replay(region: Region, kept: list[Any], second: SecondRun) -> Replay:

@@ -48,13 +48,12 @@ from paramproxy.exceptions import (
 )
 
 
-__all__ = ["NO_CONTEXT", "Region"]
+__all__ = ["Region"]
 
 
 Context = contextlib.AbstractContextManager[Any]
 
-NO_CONTEXT: Context = contextlib.nullcontext()
-"""For where nobody looks on."""
+_NO_CONTEXT: Context = contextlib.nullcontext()
 
 
 @attrs.define(eq=False)
@@ -354,7 +353,7 @@ class Region:
             raise
         return stack
 
-    def call_again(self, given: list[Any], stopper: Context = NO_CONTEXT) -> Any:
+    def call_again(self, given: list[Any], stopper: Context = _NO_CONTEXT) -> Any:
         """What the function returns for these operands; None if `stopper` ended it."""
         try:
             with hooks_registered_once(given + self.captured.parameters), stopper:
@@ -390,7 +389,7 @@ class Region:
         """A block for the first run, in which everyone looks on who has to."""
         is_noted = self.captured.layers and (note_uses or self.buffers.versions)
         if not (is_noted or self.buffers.is_watched or self.meter is not None):
-            return NO_CONTEXT
+            return _NO_CONTEXT
         with contextlib.ExitStack() as stack:
             used: set[int] = set()
             if self.buffers.is_watched:

@@ -32,7 +32,7 @@ __all__ = [
     "NONE",
     "NOTHING",
     "Kept",
-    "Loan",
+    "Loans",
     "Metadata",
     "Offloaded",
     "Packed",
@@ -120,6 +120,25 @@ class Loan:
 
     def unpack(self) -> Any:
         return self.item.unpack()
+
+
+@attrs.define(eq=False)
+class Loans:
+    """What Paddle would never free of the graph of a second run."""
+
+    loans: list[Loan] = attrs.field(factory=list)
+
+    def lent(self, item: Any) -> Any:
+        """What to give Paddle for `item`: on 2.6 a loan of it."""
+        if not PACKED_VALUES_LEAK:
+            return item
+        self.loans.append(Loan(item))
+        return self.loans[-1]
+
+    def end(self) -> None:
+        """Afterwards."""
+        for loan in self.loans:
+            loan.item = None
 
 
 @attrs.frozen(eq=False)

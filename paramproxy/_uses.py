@@ -38,6 +38,7 @@ def uses_noted(layers: Iterable[Any], used: set[int]) -> Iterator[None]:
             attributes[name] = held
 
 
+# Generic to a type checker; where it runs, wrapt 2.0 takes no subscript.
 class _Noted(BaseObjectProxy):  # type: ignore[type-arg]
     """A layer's dict of parameters or buffers, which notes what is taken out of it."""
 

@@ -177,6 +177,14 @@ class World:
         }
 
 
+def started(run):
+    """A world, what a step of it gives, and its state."""
+    world = World(run)
+    wanted = world.step()
+    world.reset()
+    return world, wanted, world.state()
+
+
 def _gradient(leaf):
     return leaf.grad
 
@@ -213,12 +221,7 @@ KINDS += [(name, e) for name in ("reentrant", "hooks") for e in (KeyboardInterru
 
 @pytest.mark.parametrize(("name", "error"), KINDS)
 def test_a_fault_at_every_step(name, error):
-    world = World(RUNS[name])
-    world.step()
-    world.reset()
-    wanted = world.step()
-    world.reset()
-    before = world.state()
+    world, wanted, before = started(RUNS[name])
     raised = 0
     for at in itertools.count(1):
         paddle.seed(5), np.random.seed(5), random.seed(5)
@@ -253,10 +256,7 @@ def test_a_fault_at_every_step(name, error):
 @pytest.mark.parametrize("when", ["first run", "replay"])
 def test_out_of_memory(run, when):
     """Paddle's own error, in the one run or the other."""
-    world = World(run)
-    wanted = world.step()
-    world.reset()
-    before = world.state()
+    world, wanted, _ = started(run)
     bad = [False]
     forward = world.block.forward
 
@@ -298,10 +298,7 @@ def test_a_users_own_random_state_that_fails(run, function, at):
             raise KeyError("a fault")
         return "state"
 
-    world = World(run)
-    wanted = world.step()
-    world.reset()
-    before = world.state()
+    world, wanted, before = started(run)
     manager.set_custom_get_state_func(lambda: call("get"))
     manager.set_custom_set_state_func(lambda state: call("set"))
     loss, start, raised = None, None, ""
@@ -323,10 +320,7 @@ def test_a_users_own_random_state_that_fails(run, function, at):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_a_region_whose_backward_never_comes(name):
-    world = World(RUNS[name])
-    wanted = world.step()
-    world.reset()
-    before = world.state()
+    world, wanted, before = started(RUNS[name])
     loss = world.forward()
     del loss
     assert world.state() == before
@@ -336,10 +330,7 @@ def test_a_region_whose_backward_never_comes(name):
 
 @pytest.mark.parametrize("run", MODES)
 def test_a_backward_in_another_thread_that_fails(run):
-    world = World(run)
-    wanted = world.step()
-    world.reset()
-    before = world.state()
+    world, wanted, before = started(run)
     loss = world.forward()
     weight = world.block.linear.weight
     with paddle.no_grad():
