@@ -53,6 +53,16 @@ def recompute_hybrid(
     !!! warning
         With `partition` the replay of a region is a collective call: every rank of
         the group has to run the same regions backward, in the same order.
+
+    Examples:
+        >>> import paddle, paramproxy
+        >>> x = paddle.ones([2])
+        >>> x.stop_gradient = False
+        >>> group = paddle.distributed.communication.group.Group(0, 0, [0])  # this process
+        >>> ctx = {"mp_group": group, "offload": True}
+        >>> paramproxy.recompute_hybrid(ctx, paddle.exp, x).sum().backward()
+        >>> x.grad.shape == x.shape
+        True
     """
     options = Options.from_ctx(ctx, ("mp_group", "offload", "partition"), "recompute_hybrid")
     group = ctx.get("mp_group")

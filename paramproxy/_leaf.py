@@ -168,6 +168,17 @@ class ParamLeaf(EagerParamBase):  # type: ignore[misc]
     !!! warning
         `leaf is param` is False, and `type(leaf)` is not `EagerParamBase`.
         Use `unwrap(leaf) is param`.
+
+    Examples:
+        >>> import paddle, paramproxy
+        >>> w = paddle.create_parameter([2], "float32")
+        >>> w.tag = "mine"
+        >>> leaf = paramproxy.ParamView(w).leaf
+        >>> leaf.tag, leaf.name == w.name, paramproxy.unwrap(leaf) is w
+        ('mine', True, True)
+        >>> (leaf * 3.0).sum().backward()
+        >>> leaf.grad.tolist(), w.grad
+        ([3.0, 3.0], None)
     """
 
     __slots__ = ("_handover", "_origin")

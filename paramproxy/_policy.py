@@ -38,6 +38,11 @@ class Decision(enum.Enum):
     """What a policy answers.
 
     `RECOMPUTE` is false in a condition, the other two are true.
+
+    Examples:
+        >>> import paramproxy
+        >>> [decision.name for decision in paramproxy.Decision if decision]
+        ['SAVE', 'OFFLOAD']
     """
 
     RECOMPUTE = "recompute"
@@ -65,6 +70,16 @@ class SavedTensor:
             `"softmax"`). Paddle does not say which kernel saves a tensor; these
             are the Python functions on the stack, so an operator that is called
             by a C function of the user's own has no name here.
+
+    Examples:
+        >>> import paddle, paramproxy
+        >>> def policy(saved):
+        ...     print(saved.shape, saved.nbytes, saved.ops)
+        ...     return paramproxy.Decision.RECOMPUTE
+        >>> x = paddle.ones([2, 3])
+        >>> x.stop_gradient = False
+        >>> y = paramproxy.recompute(paddle.nn.functional.softmax, x, policy=policy)
+        (2, 3) 24 ('softmax',)
     """
 
     shape: tuple[int, ...]
@@ -156,11 +171,22 @@ save_everything: Policy = _Always(Decision.SAVE)
 def save_under(nbytes: int) -> Policy:
     """Keep tensors that are smaller than `nbytes` bytes.
 
+    Args:
+        nbytes: The limit. A tensor of as many bytes is recomputed.
+
+    Returns:
+        The policy.
+
     Examples:
         >>> import paddle, paramproxy
         >>> x = paddle.ones([4])
         >>> x.stop_gradient = False
-        >>> y = paramproxy.recompute(paddle.tanh, x, policy=paramproxy.save_under(1024))
+        >>> with paramproxy.report() as r:
+        ...     y = paramproxy.recompute(
+        ...         lambda x: paddle.tanh(x * 2.0), x, policy=paramproxy.save_under(1024)
+        ...     )
+        >>> r.rows[0].saved_bytes  # the input, and what tanh saves
+        32
     """
     return _Sized(Decision.SAVE, functools.partial(_is_less, nbytes))
 
@@ -168,9 +194,19 @@ def save_under(nbytes: int) -> Policy:
 def offload_over(nbytes: int) -> Policy:
     """Move tensors that are larger than `nbytes` bytes to host memory until backward.
 
+    Args:
+        nbytes: The limit. A tensor of as many bytes is recomputed.
+
+    Returns:
+        The policy.
+
     Examples:
         >>> import paramproxy
         >>> policy = paramproxy.offload_over(2**20) | paramproxy.save_everything
+        >>> policy(paramproxy.SavedTensor((512, 512), "float32", 2**20, ()))
+        <Decision.SAVE: 'save'>
+        >>> policy(paramproxy.SavedTensor((1024, 1024), "float32", 2**22, ()))
+        <Decision.OFFLOAD: 'offload'>
     """
     return _Sized(Decision.OFFLOAD, functools.partial(_is_more, nbytes))
 
@@ -182,9 +218,16 @@ def save_ops(*names: str) -> Policy:
         *names: `"matmul"`, `"linear"`, `"flash_attention"`, a PyLayer's class
             name: whatever stands in [`SavedTensor.ops`][paramproxy.SavedTensor].
 
+    Returns:
+        The policy.
+
     Examples:
         >>> import paramproxy
         >>> policy = paramproxy.save_ops("linear", "matmul")
+        >>> policy(paramproxy.SavedTensor((2, 3), "float32", 24, ("linear",)))
+        <Decision.SAVE: 'save'>
+        >>> policy(paramproxy.SavedTensor((2, 3), "float32", 24, ("softmax",)))
+        <Decision.RECOMPUTE: 'recompute'>
     """
     return _SaveOps(frozenset(names))
 

@@ -117,7 +117,7 @@ def recompute(
     | parameter arguments in the second run | leaves: all but `is` | themselves |
     | `retain_graph`, a second backward | crashes Paddle: a warning before | right |
     | `paddle.grad`, double gradients | refused | right |
-    | several outputs, hooks, `paddle.grad` in the function | [caveats](caveats.md) | right |
+    | several outputs, hooks, `paddle.grad` in the function | [caveats][the-reentrant-engine] | right |
     | what leaves the function by another way than its result | no gradient | right |
     | the tail after the last saved tensor | runs again | does not |
     | a gradient that comes early, by one of several outputs | waits | starts the replay |

@@ -38,6 +38,15 @@ class ReportRow:
             call before its replay.
         first_seconds: Time in first runs.
         replay_seconds: Time in replays, without the backward itself.
+
+    Examples:
+        >>> import paddle, paramproxy
+        >>> x = paddle.ones([256])
+        >>> x.stop_gradient = False
+        >>> with paramproxy.report() as r:
+        ...     paramproxy.recompute(lambda x: paddle.exp(paddle.tanh(x)), x).sum().backward()
+        >>> r.rows[0].saved_bytes, r.rows[0].plain_bytes  # the input; two results
+        (1024, 2048)
     """
 
     name: str
@@ -56,6 +65,15 @@ class Report:
     Attributes:
         rows: One [`ReportRow`][paramproxy.ReportRow] for each function, in the
             order of their first calls.
+
+    Examples:
+        >>> import paddle, paramproxy
+        >>> x = paddle.ones([2])
+        >>> x.stop_gradient = False
+        >>> with paramproxy.report() as r:
+        ...     paramproxy.recompute(paddle.nn.Tanh(), x).sum().backward()
+        >>> [(row.name, row.calls, row.replays) for row in r.rows]
+        [('Tanh', 1, 1)]
     """
 
     rows: list[ReportRow] = attrs.field(factory=list)

@@ -1,71 +1,69 @@
-"""Every block of Python in the README and the docs runs as it stands."""
+"""Every block of Python in the README and the docs runs, and prints what stands below it.
+
+The blocks of a page run in order, in one namespace, as a reader would type them. A block of
+text after a block of Python is what that prints.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
 
-import paddle
 import pytest
-from support import ROOT, param, tensor
+from support import ROOT
+from sybil import Sybil
+from sybil.parsers.markdown import CodeBlockParser, PythonCodeBlockParser
 
 import paramproxy
 
 
-PAGES = [
-    "README.md",
-    "docs/index.md",
-    "docs/own-checkpointing.md",
-    "docs/selective.md",
-    "docs/in-paddles-place.md",
-]
-BLOCK = re.compile(r"^```python\n(.*?)^```", re.DOTALL | re.MULTILINE)
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+IDS = [str(page.relative_to(ROOT)) for page in PAGES]
 
 
-def blocks(page):
-    return BLOCK.findall((ROOT / page).read_text())
+def shown(example):
+    """Takes a block of text for what was printed; anything else is a mistake of the page."""
+    printed = example.namespace.pop("printed", "")
+    assert example.parsed == printed, f"{example.path}:{example.line} is not what is printed"
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_the_blocks_of_a_page_run_in_order(page):
-    found = blocks(page)
-    assert found
-    # What a reader has: a block, an input and a weight with a main_grad.
-    weight = param([[1.0], [3.0]])
-    weight.main_grad = paddle.zeros([2, 1])
-    scope = {
-        "paddle": paddle,
-        "x": tensor([[1.0, 2.0]]),
-        "weight": weight,
-        "block": lambda x, w: paddle.tanh(paddle.matmul(x, w)),
-    }
+class Blocks(PythonCodeBlockParser):
+    """Blocks of Python whose prints are kept for the block of text that has to follow."""
+
+    def __call__(self, document):
+        for region in super().__call__(document):
+            run = region.evaluator
+            region.evaluator = lambda example, run=run: self.run(example, run)
+            yield region
+
+    @staticmethod
+    def run(example, run):
+        assert not example.namespace.get("printed"), f"what {example.path}:{example.line} follows"
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            run(example)
+        example.namespace["printed"] = out.getvalue()
+
+
+SYBIL = Sybil(parsers=[Blocks(), CodeBlockParser("text", shown)])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_the_blocks_of_a_page_print_what_they_say(page):
+    document = SYBIL.parse(page)
+    document.namespace["__name__"] = "__main__"
     try:
-        for block in found:
-            exec(compile(block, page, "exec"), scope)
+        for example in document.examples():
+            example.evaluate()
+        assert not document.namespace.get("printed"), f"not shown: the last prints of {page}"
     finally:
         paramproxy.unpatch()
+        registry = paramproxy.custom_state_manager
+        registry.custom_get_state_func = registry.custom_set_state_func = None
 
 
-def test_the_first_program_of_the_docs_prints_what_it_says(capsys):
-    exec(compile(blocks("docs/index.md")[0], "docs/index.md", "exec"), {})
-    assert capsys.readouterr().out == "[[1.0], [2.0]]\n"
-
-
-def test_the_checkpoint_and_the_head_of_the_docs_give_right_gradients():
-    scope = {}
-    for block in blocks("docs/own-checkpointing.md"):
-        exec(compile(block, "docs", "exec"), scope)
-    x, w = tensor([[1.0, 2.0]]), param([[1.0], [3.0]])
-    scope["Checkpoint"].apply(lambda a, b: paddle.matmul(a, b), x * 1.0, w).sum().backward()
-    assert x.grad.tolist() == [[1.0, 3.0]]
-    assert w.grad.tolist() == [[1.0], [2.0]]
-    w.clear_gradient(False)
-    _, hidden_grad, weight_grad = scope["head_loss"](x, w)
-    assert hidden_grad.tolist() == [[14.0, 42.0]]
-    assert weight_grad.tolist() == [[14.0], [28.0]]
-    assert w.grad is None
-
-
-def test_every_page_is_in_the_navigation():
-    navigation = (ROOT / "mkdocs.yml").read_text()
-    for path in (ROOT / "docs").glob("*.md"):
-        assert path.name in navigation, path.name
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_a_page_has_no_program_in_another_dress(page):
+    fences = re.findall(r"^ *(?:```|~~~)[ {.]*(\w+)", page.read_text(), re.MULTILINE)
+    assert set(fences) <= {"python", "text"}
+    assert ">>>" not in page.read_text()

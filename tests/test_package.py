@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from support import ROOT, run_python
 
 import paramproxy
@@ -22,9 +23,35 @@ def test_every_public_name_is_documented():
         assert getattr(paramproxy, name).__doc__, name
 
 
-def test_every_public_function_and_class_has_an_example_or_is_an_error():
-    for name in ("ParamView", "detach", "grads", "recompute", "unwrap"):
-        assert ">>>" in getattr(paramproxy, name).__doc__, name
+EXPLAINED_ON_THE_PAGE = {"__version__", "custom_state_manager", "save_everything", "save_nothing"}
+
+
+@pytest.mark.parametrize("name", sorted(set(paramproxy.__all__) - EXPLAINED_ON_THE_PAGE))
+def test_every_public_name_has_an_example(name):
+    assert ">>>" in getattr(paramproxy, name).__doc__
+
+
+def test_values_have_their_example_on_the_page():
+    page = (ROOT / "docs" / "reference" / "api.md").read_text()
+    for name in EXPLAINED_ON_THE_PAGE - {"__version__"}:
+        _, _, text = page.partition(f"paramproxy.{name}")
+        assert "```python" in text.partition(":::")[0], name
+
+
+@pytest.mark.parametrize("name", paramproxy.exceptions.__all__)
+def test_every_error_says_cause_and_remedy(name):
+    documented = getattr(paramproxy, name).__doc__
+    assert "\n    Cause:\n" in documented
+    assert "\n    Remedy:\n" in documented
+    page = (ROOT / "docs" / "reference" / "errors.md").read_text()
+    assert f"        - {name}\n" in page
+
+
+def test_every_public_name_is_on_the_pages():
+    pages = [(ROOT / "docs" / "reference" / name).read_text() for name in ("api.md", "errors.md")]
+    for name in paramproxy.__all__:
+        shown = f"::: paramproxy.{name}\n", f"        - {name}\n", f"#paramproxy.{name} "
+        assert any(line in page for page in pages for line in shown), name
 
 
 def run_beside(folder, code):
