@@ -1,6 +1,7 @@
 """`make bench`: one table, every number beside what it has to be compared with.
 
-`--json FILE` writes it, and `bench/chart.py` draws the docs' chart from that file.
+`--json FILE` writes it, with the curves of `bench/curves.py`, and `bench/chart.py` draws the
+docs' pictures from that file.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import attrs
 import paddle
+from curves import memory_curve, trade_curve
 from rich.console import Console
 from rich.table import Table
 from rows import GROUPS
@@ -44,7 +46,9 @@ def main() -> int:
         shown = [
             {**attrs.asdict(row), "ratio": row.ratio, "reached": row.is_reached} for row in rows
         ]
-        options.json.write_text(json.dumps({"where": _where(), "rows": shown}, indent=1) + "\n")
+        results = {"where": _where(), "rows": shown}
+        results |= {"memory": memory_curve(), "trade": trade_curve()}
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
 

@@ -5,22 +5,25 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
+from typing import TypeVar
 
 from paddle.base import core
 
 
 ROUNDS = 15
 
+Name = TypeVar("Name", bound=Hashable)
 
-def microseconds(runs: dict[str, Callable[[], object]], calls: int) -> dict[str, float]:
+
+def microseconds(runs: Mapping[Name, Callable[[], object]], calls: int) -> dict[Name, float]:
     """The median time of one call of each, in µs.
 
     Args:
         runs: What to call, by name.
         calls: How many calls make one sample.
     """
-    samples: dict[str, list[float]] = {name: [] for name in runs}
+    samples: dict[Name, list[float]] = {name: [] for name in runs}
     for run in runs.values():
         run()
     for round_ in range(ROUNDS):

@@ -1,4 +1,4 @@
-"""The user's code around us: what it asked a backward for, and where to warn it.
+"""The user's code around us: what it asked a backward for, where to warn it, what to log.
 
 What the caller of a backward asked for is on the Python stack, and nowhere else.
 
@@ -9,6 +9,7 @@ it. While it runs, the frame of `Tensor.backward`, `paddle.autograd.backward` or
 
 from __future__ import annotations
 
+import logging
 import sys
 import types
 import warnings
@@ -16,7 +17,11 @@ import warnings
 from paramproxy._compat import backward
 
 
-__all__ = ["backward_frame", "is_paddles", "is_users", "keeps_graph", "makes_graph", "warn"]
+__all__ = ["backward_frame", "is_paddles", "is_users", "keeps_graph", "log", "makes_graph", "warn"]
+
+log = logging.getLogger("paramproxy")
+"""Says at DEBUG what was decided for the user. (Paddle prints every INFO of the process.)"""
+log.addHandler(logging.NullHandler())
 
 
 def backward_frame() -> types.FrameType | None:

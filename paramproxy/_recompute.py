@@ -11,7 +11,7 @@ import paddle
 
 from paramproxy import _hooked, _reentrant
 from paramproxy._call import Call
-from paramproxy._caller import warn
+from paramproxy._caller import log, warn
 from paramproxy._compat import mark_recomputed, set_eval_frame, untraced
 from paramproxy._dispatch import region_frame
 from paramproxy._options import Options
@@ -117,7 +117,7 @@ def recompute(
     | parameter arguments in the second run | leaves: all but `is` | themselves |
     | `retain_graph`, a second backward | crashes Paddle: a warning before | right |
     | `paddle.grad`, double gradients | refused | right |
-    | several outputs, hooks, `paddle.grad` in the function | [caveats][the-reentrant-engine] | right |
+    | several outputs; hooks, `paddle.grad` inside | [caveats][the-reentrant-engine] | right |
     | what leaves the function by another way than its result | no gradient | right |
     | the tail after the last saved tensor | runs again | does not |
     | a gradient that comes early, by one of several outputs | waits | starts the replay |
@@ -240,7 +240,19 @@ def recompute_call(
     is_reentrant = options.use_reentrant and options.policy is None
     if is_reentrant and region.has_differentiable_operand and not _hooked.is_served(around):
         return _reentrant.run(region, tensors, place)
+    if options.use_reentrant:
+        _log_engine(region, options)
     return _hooked.run(region, tensors, place, options)
+
+
+def _log_engine(region: Region, options: Options) -> None:
+    if options.policy is not None:
+        why = "it has a policy"
+    elif region.has_differentiable_operand:
+        why = "it is inside of a region of that engine"
+    else:
+        why = "it has no differentiable input"
+    log.debug("%s is served by the hook engine: %s", region.name, why)
 
 
 def _refuse_uncallable(function: Any) -> None:

@@ -18,6 +18,8 @@ from typing import Any
 import attrs
 import numpy as np
 
+from paramproxy._caller import log
+
 
 __all__ = ["Snapshot", "numpy_snapshot", "python_snapshot"]
 
@@ -104,10 +106,10 @@ def _is_numpy_proven() -> bool:
         for draw in (stream.rand, stream.randn, stream.randn, stream.rand, stream.randn):
             read = _numpy_state(_numpy_bytes(stream, stream._bit_generator))
             if not _same(read, stream.get_state()):
-                return False
+                return _unproven("numpy")
             draw()
     except Exception:  # whatever another numpy may do
-        return False
+        return _unproven("numpy")
     return True
 
 
@@ -118,11 +120,16 @@ def _is_python_proven() -> bool:
     try:
         for draw in (stream.random, lambda: stream.gauss(0, 1), stream.random):
             if _python_state(_python_bytes(stream)) != stream.getstate():
-                return False
+                return _unproven("random")
             draw()
     except Exception:  # whatever another Python may do
-        return False
+        return _unproven("random")
     return type(random._inst) is random.Random
+
+
+def _unproven(module: str) -> bool:
+    log.debug("the random stream of %s is read by its public state, which is slower", module)
+    return False
 
 
 def _same(one: Any, other: Any) -> bool:

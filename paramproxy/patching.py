@@ -17,6 +17,7 @@ from typing import Any
 
 import attrs
 
+from paramproxy._caller import log
 from paramproxy._compat import paddle_recompute, paddle_recompute_hybrid
 from paramproxy.exceptions import UnsupportedError
 
@@ -152,6 +153,7 @@ def patch() -> Patch:
         for exchange in exchanges:
             exchange.function.__code__ = exchange.ours
         _exchanged.extend(exchanges)
+        log.debug("Paddle's recompute is paramproxy's now")
         return Patch(is_first=True)
 
 
@@ -169,6 +171,8 @@ def unpatch() -> None:
     with _lock:
         exchanges = list(_exchanged)
         _exchanged.clear()
+        if exchanges:
+            log.debug("Paddle's recompute is Paddle's own again")
         changed = []
         for exchange in exchanges:
             if exchange.function.__code__ is exchange.ours:
