@@ -44,13 +44,13 @@ def test_every_error_says_cause_and_remedy(name):
     assert "\n    Cause:\n" in documented
     assert "\n    Remedy:\n" in documented
     page = (ROOT / "docs" / "reference" / "errors.md").read_text()
-    assert f"        - {name}\n" in page
+    assert f"::: paramproxy.{name}\n" in page
 
 
 def test_every_public_name_is_on_the_pages():
     pages = [(ROOT / "docs" / "reference" / name).read_text() for name in ("api.md", "errors.md")]
     for name in paramproxy.__all__:
-        shown = f"::: paramproxy.{name}\n", f"        - {name}\n", f"#paramproxy.{name} "
+        shown = f"::: paramproxy.{name}\n", f"#paramproxy.{name} "
         assert any(line in page for page in pages for line in shown), name
 
 
