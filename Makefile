@@ -114,7 +114,7 @@ test-versions: $(PADDLES:%=test-paddle-%)
 test-paddle-%: .venvs/%/test.stamp
 	.venvs/$*/bin/python tests/versions.py run $(CASES:%=--cases %)
 
-.venvs/%/test.stamp: pyproject.toml
+.venvs/%/test.stamp: pyproject.toml paramproxy/_version.py
 	$(PYTHON) -m venv .venvs/$*
 	.venvs/$*/bin/python -m pip install --quiet --editable '.[test]' 'paddlepaddle==$*' '$(or $(NUMPY_$*),numpy)'
 	touch $@
