@@ -53,7 +53,7 @@ test: $(VENV)/test.stamp
 	$(VENV)/bin/python -m pytest $(TESTS)
 
 test-wheel: dist
-	$(PYTHON) tests/wheel.py dist
+	$(PYTHON) tests/released.py dist
 
 fuzz: $(VENV)/test.stamp
 	$(VENV)/bin/python -X faulthandler -m pytest -q tests/test_programs.py --hypothesis-profile=fuzz

@@ -1,6 +1,6 @@
 """The suite on what is released: the wheel, installed, and the tests of the sdist.
 
-    python tests/wheel.py dist
+    python tests/released.py dist
 
 Makes an empty environment, installs the wheel of `dist` into it with Paddle and what the
 tests need, unpacks the sdist, takes the package out of it, and runs the suite there. So a
@@ -55,7 +55,7 @@ def run_suite(python, tree):
     files = sorted(str(file.relative_to(tree)) for file in tree.glob("tests/test_*.py"))
     # From outside of the environment nothing is imported but this plugin and what the tests share.
     environment = {**os.environ, "PYTHONPATH": str(tree / "tests")}
-    command = [python, "-m", "pytest", "-p", "wheel", "--rootdir", ".", *files]
+    command = [python, "-m", "pytest", "-p", "released", "--rootdir", ".", *files]
     return subprocess.run(
         [*command, "--pyargs", "paramproxy"], cwd=tree, env=environment, check=False
     ).returncode
