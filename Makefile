@@ -15,13 +15,15 @@ NEEDS_paddleformers := 'paddleformers==1.2.0' 'paddlepaddle==3.3.1'
 NEEDS_paddlenlp := 'paddlenlp==2.8.1' 'paddlepaddle==3.0.0' 'huggingface_hub<0.26' \
   'datasets<3' 'aistudio_sdk<0.3' 'pyarrow<19'
 
-.PHONY: help demo example test fuzz mutants audit lint types dist docs docs-serve bench bench-docs check test-versions test-clients \
-  test-distributed clean
+.PHONY: help dev demo example test test-wheel fuzz mutants audit lint types changelog dist docs docs-serve bench bench-docs check \
+  test-versions test-clients test-distributed clean
 
 help:
+	@echo "dev            what a change needs: .venv with Paddle and all tools, and the hooks of git"
 	@echo "demo           install paramproxy with CPU Paddle, run the doctor"
 	@echo "example        an unmodified LLaMA: without recompute, with Paddle's, with paramproxy's"
-	@echo "test           install the test extras, run the whole suite"
+	@echo "test           install the test extras, run the whole suite, or TESTS='tests/test_leaf.py'"
+	@echo "test-wheel     the whole suite on the wheel, in an empty venv, no source in reach"
 	@echo "fuzz           thousands of random programs, others each time: PROGRAMS=3000"
 	@echo "mutants        the suite on mutants of the package, on which it has to fail"
 	@echo "audit          what is known against the dependencies (needs the internet)"
@@ -29,11 +31,15 @@ help:
 	@echo "               a venv for each, and the table of the docs"
 	@echo "test-clients   PaddleFormers, PaddleNLP and ERNIE train under paramproxy.patch()"
 	@echo "test-distributed  two processes: data, tensor, sharding and pipeline parallelism"
-	@echo "lint types     ruff; mypy, strict"
-	@echo "dist docs      build sdist and wheel; build the docs into site/"
+	@echo "lint types     ruff, codespell, zizmor, the changelog renders; mypy, strict"
+	@echo "changelog      what the next release will say has changed"
+	@echo "dist docs      build and check sdist and wheel; build the docs into site/"
 	@echo "bench          every cost beside Paddle's own, in one table of ratios"
 	@echo "bench-docs     the same, with the table and the chart of the docs"
 	@echo "check          lint types test dist docs"
+
+dev: $(VENV)/test.stamp $(VENV)/lint.stamp $(VENV)/dev.stamp
+	$(VENV)/bin/pre-commit install
 
 demo: $(VENV)/cpu.stamp
 	$(VENV)/bin/python -m paramproxy
@@ -44,7 +50,10 @@ example: .venvs/paddleformers/client.stamp
 	.venvs/paddleformers/bin/python -W ignore -m paramproxy run examples/llama.py
 
 test: $(VENV)/test.stamp
-	$(VENV)/bin/python -m pytest
+	$(VENV)/bin/python -m pytest $(TESTS)
+
+test-wheel: dist
+	$(PYTHON) tests/released.py dist
 
 fuzz: $(VENV)/test.stamp
 	$(VENV)/bin/python -X faulthandler -m pytest -q tests/test_programs.py --hypothesis-profile=fuzz
@@ -58,6 +67,12 @@ audit: $(VENV)/audit.stamp
 lint: $(VENV)/lint.stamp
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/codespell
+	$(VENV)/bin/zizmor --offline --quiet .github
+	$(VENV)/bin/towncrier build --draft > /dev/null
+
+changelog: $(VENV)/lint.stamp
+	$(VENV)/bin/towncrier build --draft
 
 types: $(VENV)/test.stamp $(VENV)/lint.stamp
 	$(VENV)/bin/mypy
@@ -65,7 +80,10 @@ types: $(VENV)/test.stamp $(VENV)/lint.stamp
 
 dist: $(VENV)/dist.stamp
 	rm -rf dist
+	$(VENV)/bin/validate-pyproject pyproject.toml
 	$(VENV)/bin/python -m build --outdir dist .
+	$(VENV)/bin/twine check --strict dist/*
+	$(VENV)/bin/check-wheel-contents dist
 
 docs: $(VENV)/docs.stamp
 	$(VENV)/bin/mkdocs build --strict
@@ -82,7 +100,8 @@ bench-docs: $(VENV)/bench.stamp
 
 check: lint types test dist docs
 
-$(VENV)/%.stamp: pyproject.toml | $(VENV)/bin/python
+# The version that is installed is the one of the file.
+$(VENV)/%.stamp: pyproject.toml paramproxy/_version.py | $(VENV)/bin/python
 	$(VENV)/bin/python -m pip install --quiet --editable '.[cpu,$*]'
 	touch $@
 
@@ -95,7 +114,7 @@ test-versions: $(PADDLES:%=test-paddle-%)
 test-paddle-%: .venvs/%/test.stamp
 	.venvs/$*/bin/python tests/versions.py run $(CASES:%=--cases %)
 
-.venvs/%/test.stamp: pyproject.toml
+.venvs/%/test.stamp: pyproject.toml paramproxy/_version.py
 	$(PYTHON) -m venv .venvs/$*
 	.venvs/$*/bin/python -m pip install --quiet --editable '.[test]' 'paddlepaddle==$*' '$(or $(NUMPY_$*),numpy)'
 	touch $@

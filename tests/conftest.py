@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import random
 
@@ -39,4 +40,5 @@ def _fresh_state():
     assert paddle.is_grad_enabled()
     assert paddle.in_dynamic_mode()
     assert not patching.is_patched()
+    assert logging.getLogger("paramproxy").level == logging.NOTSET
     assert not paddle.amp.amp_state() if hasattr(paddle.amp, "amp_state") else True

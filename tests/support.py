@@ -17,6 +17,7 @@ import pytest
 from paddle.base import core
 from paddle.base.framework import EagerParamBase
 
+import paramproxy
 from paramproxy import recompute
 from paramproxy._compat import amp_module, tracer
 from paramproxy._options import Options
@@ -24,6 +25,8 @@ from paramproxy._options import Options
 
 OPTIONS = [field.name for field in attrs.fields(Options)]
 ROOT = Path(__file__).parent.parent
+PACKAGE = Path(paramproxy.__file__).parent
+"""The package that is tested: `make test-wheel` runs these tests where ROOT has none."""
 
 
 def param(values, trainable=True, dtype="float32"):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import logging
 import re
 
 import pytest
@@ -57,6 +58,7 @@ def test_the_blocks_of_a_page_print_what_they_say(page):
             example.evaluate()
         assert not document.namespace.get("printed"), f"not shown: the last prints of {page}"
     finally:
+        logging.getLogger("paramproxy").setLevel(logging.NOTSET)
         paramproxy.unpatch()
         registry = paramproxy.custom_state_manager
         registry.custom_get_state_func = registry.custom_set_state_func = None

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from support import ROOT, run_python
+from support import PACKAGE, ROOT, run_python
 
 import paramproxy
 
@@ -91,11 +91,11 @@ def test_a_paddle_that_is_broken_is_not_called_missing(tmp_path):
 
 
 def test_it_is_typed():
-    assert (ROOT / "paramproxy" / "py.typed").exists()
+    assert (PACKAGE / "py.typed").exists()
 
 
 def test_versions_are_looked_at_in_one_room_only():
-    for path in (ROOT / "paramproxy").glob("*.py"):
+    for path in PACKAGE.glob("*.py"):
         if path.name not in ("_compat.py", "_doctor.py"):
             assert not re.search(r"paddle\.__version__|paddle_version", path.read_text()), path.name
 

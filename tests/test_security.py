@@ -5,10 +5,10 @@ from __future__ import annotations
 import ast
 
 import pytest
-from support import ROOT, run_command
+from support import PACKAGE, ROOT, run_command
 
 
-SOURCES = sorted((ROOT / "paramproxy").glob("*.py"))
+SOURCES = sorted(PACKAGE.glob("*.py"))
 # Modules that open connections, and those that make objects or code of bytes.
 FORBIDDEN = {
     *("socket", "ssl", "http", "urllib", "ftplib", "smtplib", "requests", "httpx", "aiohttp"),
