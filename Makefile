@@ -15,13 +15,13 @@ NEEDS_paddleformers := 'paddleformers==1.2.0' 'paddlepaddle==3.3.1'
 NEEDS_paddlenlp := 'paddlenlp==2.8.1' 'paddlepaddle==3.0.0' 'huggingface_hub<0.26' \
   'datasets<3' 'aistudio_sdk<0.3' 'pyarrow<19'
 
-.PHONY: help dev demo example test test-wheel fuzz mutants audit lint types changelog dist docs docs-serve bench bench-docs check \
+.PHONY: help dev demo examples test test-wheel fuzz mutants audit lint types changelog dist docs docs-serve bench bench-docs check \
   test-versions test-clients test-distributed clean
 
 help:
 	@echo "dev            what a change needs: .venv with Paddle and all tools, and the hooks of git"
 	@echo "demo           install paramproxy with CPU Paddle, run the doctor"
-	@echo "example        an unmodified LLaMA: without recompute, with Paddle's, with paramproxy's"
+	@echo "examples       what is in examples/: main_grad, own checkpointing, policies, memory, a LLaMA"
 	@echo "test           install the test extras, run the whole suite, or TESTS='tests/test_leaf.py'"
 	@echo "test-wheel     the whole suite on the wheel, in an empty venv, no source in reach"
 	@echo "fuzz           thousands of random programs, others each time: PROGRAMS=3000"
@@ -35,7 +35,7 @@ help:
 	@echo "changelog      what the next release will say has changed"
 	@echo "dist docs      build and check sdist and wheel; build the docs into site/"
 	@echo "bench          every cost beside Paddle's own, in one table of ratios"
-	@echo "bench-docs     the same, with the table and the chart of the docs"
+	@echo "bench-docs     the same, with the tables and the pictures of the docs"
 	@echo "check          lint types test dist docs"
 
 dev: $(VENV)/test.stamp $(VENV)/lint.stamp $(VENV)/dev.stamp
@@ -44,10 +44,13 @@ dev: $(VENV)/test.stamp $(VENV)/lint.stamp $(VENV)/dev.stamp
 demo: $(VENV)/cpu.stamp
 	$(VENV)/bin/python -m paramproxy
 
-example: .venvs/paddleformers/client.stamp
-	.venvs/paddleformers/bin/python -W ignore examples/llama.py --plain
-	-.venvs/paddleformers/bin/python -W ignore examples/llama.py 2>&1 | tail -1
-	.venvs/paddleformers/bin/python -W ignore -m paramproxy run examples/llama.py
+examples: $(VENV)/test.stamp .venvs/paddleformers/client.stamp
+	for each in fused_main_grad own_checkpointing selective; do \
+	  $(VENV)/bin/python -W ignore examples/$$each.py || exit 1; done
+	$(VENV)/bin/python -W ignore examples/memory.py --svg memory.svg
+	.venvs/paddleformers/bin/python -W ignore examples/tiny_llama.py --plain
+	-.venvs/paddleformers/bin/python -W ignore examples/tiny_llama.py 2>&1 | tail -1
+	.venvs/paddleformers/bin/python -W ignore -m paramproxy run examples/tiny_llama.py
 
 test: $(VENV)/test.stamp
 	$(VENV)/bin/python -m pytest $(TESTS)
@@ -97,6 +100,7 @@ bench: $(VENV)/cpu.stamp
 bench-docs: $(VENV)/bench.stamp
 	$(VENV)/bin/python -W ignore bench --json bench/results.json
 	$(VENV)/bin/python bench/chart.py bench/results.json docs/assets
+	$(VENV)/bin/python -W ignore examples/memory.py --svg docs/assets/memory.svg
 
 check: lint types test dist docs
 

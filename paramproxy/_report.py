@@ -35,7 +35,8 @@ class ReportRow:
             parameters do not count.
         plain_bytes: What they would have kept without recompute: what is kept
             anyway of it, and what replays have computed again. Not known of a
-            call before its replay.
+            call before its replay. A tensor that a policy keeps for one operator
+            and not for another counts twice.
         first_seconds: Time in first runs.
         replay_seconds: Time in replays, without the backward itself.
 

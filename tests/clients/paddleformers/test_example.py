@@ -5,7 +5,7 @@ from __future__ import annotations
 from support import ROOT, run_command
 
 
-EXAMPLE = str(ROOT / "examples" / "llama.py")
+EXAMPLE = str(ROOT / "examples" / "tiny_llama.py")
 
 
 def steps(process):

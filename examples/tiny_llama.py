@@ -2,9 +2,9 @@
 
 Nothing here knows of paramproxy:
 
-    python examples/llama.py --plain                # without recompute
-    python examples/llama.py                        # with Paddle's own: AttributeError
-    python -m paramproxy run examples/llama.py      # with paramproxy in its place
+    python examples/tiny_llama.py --plain             # without recompute
+    python examples/tiny_llama.py                     # with Paddle's own: AttributeError
+    python -m paramproxy run examples/tiny_llama.py   # with paramproxy in its place
 
 It needs `paddleformers==1.2.0` and `paddlepaddle==3.3.1`; `make example` installs them
 and runs all three.
@@ -23,6 +23,8 @@ logging.disable(logging.CRITICAL)
 import numpy as np  # noqa: E402
 import paddle  # noqa: E402
 from paddleformers.transformers import LlamaConfig, LlamaForCausalLM  # noqa: E402
+from rich.console import Console  # noqa: E402
+from rich.progress import track  # noqa: E402
 
 
 def made(recomputed: bool) -> LlamaForCausalLM:
@@ -54,7 +56,8 @@ def main(recomputed: bool) -> None:
     model = made(recomputed)
     optimizer = paddle.optimizer.AdamW(1e-3, parameters=model.parameters())
     stream = np.random.RandomState(1)
-    for step in range(4):
+    console = Console(stderr=True)
+    for step in track(range(4), console=console, transient=True, disable=not console.is_terminal):
         ids = paddle.to_tensor(stream.randint(0, 128, (2, 16)))
         loss = model(input_ids=ids, labels=ids)[0]
         loss.backward()
