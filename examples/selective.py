@@ -131,7 +131,7 @@ def show(count: int, results: dict[str, Choice], expected: list[Any]) -> None:
     """Print a row for each choice."""
     table = Table(
         title=f"{count} layers, Paddle {paddle.__version__}",
-        caption="Gradients beside those without recompute. A CPU has no other memory to offload to.",
+        caption="Gradients: beside those without recompute. A CPU has nowhere to offload to.",
     )
     table.add_column("", no_wrap=True)
     for title in ("kept", "without recompute", "replays", "forward and replays", "gradients"):

@@ -1,4 +1,4 @@
-"""The examples make the points that they are for. `tiny_llama.py` is run in clients/paddleformers."""
+"""The examples make the points that they are for. `tiny_llama.py` is a client's: see clients/."""
 
 from __future__ import annotations
 
